@@ -1,0 +1,37 @@
+# `make demo` and `make test` are all that a fresh clone needs: the first one to run fills .venv
+# with the packages of requirements.lock. ARGS goes to pytest, PYTHON chooses the interpreter.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/ready
+
+.PHONY: demo test check docs fix
+
+demo: $(READY)
+	$(BIN)/quantize demo
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_imports.py
+	$(BIN)/python tools/generate_docs.py --check
+
+docs: $(READY)
+	$(BIN)/python tools/generate_docs.py
+
+fix: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(READY): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 11) <= v <= (3, 13) or sys.exit( \
+	    "halfbyte needs Python 3.11 to 3.13, $(PYTHON) is %d.%d; name another: make PYTHON=python3.12" % v)'
+	@echo "Installing the packages of requirements.lock into .venv; takes a few minutes, once."
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@

@@ -1,0 +1,139 @@
+"""Which architectures can be run layer by layer, and how transformers builds their parts.
+
+Modules come from transformers, so attention, norms, indexer and router compute what the reference
+implementation computes. Only the routed experts are ours (`calibration.runner`): transformers keeps
+them as one fused parameter per layer, which is more than a layer's share of memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfbyte.core import Checkpoint
+from halfbyte.errors import CheckpointError, UnsupportedModelError
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    module: str
+    """Package under `transformers.models`, and what its configuration calls itself."""
+    classes: str
+    """Prefix of its class names."""
+
+
+_FAMILIES: Mapping[str, _Family] = {
+    "glm_moe_dsa": _Family("glm_moe_dsa", "GlmMoeDsa"),
+    "glm4_moe": _Family("glm4_moe", "Glm4Moe"),
+    "deepseek_v3": _Family("deepseek_v3", "DeepseekV3"),
+    "kimi_k2": _Family("deepseek_v3", "DeepseekV3"),
+}
+
+
+def is_supported(checkpoint: Checkpoint) -> bool:
+    """Whether `Architecture.of` knows this checkpoint's model type."""
+    return _text_config(checkpoint)[0].get("model_type") in _FAMILIES
+
+
+def _text_config(checkpoint: Checkpoint) -> tuple[Mapping[str, Any], str]:
+    """The language model's part of the config, and the prefix of its tensors."""
+    text = checkpoint.config.get("text_config")
+    if isinstance(text, Mapping) and text.get("model_type") in _FAMILIES:
+        return text, "language_model."
+    return checkpoint.config, ""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Builds single parts of a model from transformers' own classes."""
+
+    config: Any
+    """transformers configuration, MTP layers counted in its per-layer lists."""
+    prefix: str
+    """What precedes `model.` in tensor names: "" or "language_model."."""
+    layers: int
+    """Decoder layers of the target model; layers from this index on are MTP layers."""
+    _family: _Family
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Architecture:
+        """Raises UnsupportedModelError for a model type without a layer runner."""
+        fields, prefix = _text_config(checkpoint)
+        model_type = str(fields.get("model_type", "unknown"))
+        family = _FAMILIES.get(model_type)
+        if family is None:
+            raise UnsupportedModelError(
+                f"{checkpoint.path} has model_type {model_type}, which cannot be calibrated; "
+                f"supported are {', '.join(_FAMILIES)}",
+                hint="quantize without calibration: --method rtn",
+            )
+        return cls(_configuration(family, fields, checkpoint), prefix, _layer_count(fields), family)
+
+    def layer(self, index: int) -> nn.Module:
+        """Decoder layer on the meta device: shapes without memory."""
+        with torch.device("meta"):
+            layer = self._build("DecoderLayer", self.config, layer_idx=index)
+        return layer.eval()
+
+    def norm(self) -> nn.Module:
+        """An RMSNorm over the hidden size, on the meta device."""
+        with torch.device("meta"):
+            return self._build("RMSNorm", self.config.hidden_size, eps=self.config.rms_norm_eps)
+
+    def rotary(self, device: torch.device) -> nn.Module:
+        return self._build("RotaryEmbedding", self.config).to(device)
+
+    def activation(self) -> nn.Module:
+        from transformers.activations import ACT2FN
+
+        activation: nn.Module = ACT2FN[self.config.hidden_act]
+        return activation
+
+    @property
+    def index_topk(self) -> int | None:
+        """Tokens that sparse attention (DSA) selects per query; None for full attention."""
+        topk = getattr(self.config, "index_topk", None)
+        return int(topk) if topk is not None else None
+
+    def layer_name(self, index: int) -> str:
+        return f"{self.prefix}model.layers.{index}."
+
+    def _build(self, kind: str, *args: Any, **kwargs: Any) -> nn.Module:
+        name = f"transformers.models.{self._family.module}.modeling_{self._family.module}"
+        part: nn.Module = getattr(importlib.import_module(name), self._family.classes + kind)(
+            *args, **kwargs
+        )
+        return part
+
+
+def _layer_count(fields: Mapping[str, Any]) -> int:
+    return int(fields["num_hidden_layers"])
+
+
+def _configuration(family: _Family, fields: Mapping[str, Any], checkpoint: Checkpoint) -> Any:
+    """transformers' configuration, extended by one entry per MTP layer, which it does not know."""
+    name = f"transformers.models.{family.module}.configuration_{family.module}"
+    plain = {
+        key: copy.deepcopy(value)
+        for key, value in fields.items()
+        if key not in ("quantization_config", "auto_map", "model_type")
+    }
+    try:
+        config = getattr(importlib.import_module(name), family.classes + "Config")(**plain)
+    except (TypeError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"transformers does not accept {checkpoint.path / 'config.json'}: {error}"
+        ) from error
+    extra = int(fields.get("num_nextn_predict_layers") or 0)
+    # An MTP layer is a full sparse layer with an indexer of its own.
+    for entry, value in (("indexer_types", "full"), ("mlp_layer_types", "sparse")):
+        if (entries := getattr(config, entry, None)) is not None:
+            setattr(config, entry, [*entries, *[value] * extra])
+    config._attn_implementation = "sdpa"
+    return config

@@ -1,0 +1,290 @@
+"""Runs a model one decoder layer at a time, with the memory of one layer.
+
+A layer is one forward pass of transformers' own module with the routed experts taken out, which
+leaves the residual stream and, for every token, the experts' input and its routing; then each
+expert in turn adds its share. So a layer with hundreds of experts never exists as a whole, and
+quantizing an expert, measuring its inputs and moving the tokens on happen in one pass over it.
+
+Routing is native: the experts a token reaches are those its router picks from the hidden states
+that the layers before (quantized or not) produced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from halfbyte.calibration.architecture import Architecture
+from halfbyte.core import StoredWeight
+from halfbyte.errors import CalibrationError, CheckpointError
+from halfbyte.formats.shards import ShardReader
+
+BATCH_TOKENS = 8192
+"""Tokens per forward call. Fixed, so that results do not depend on the memory at hand."""
+
+EXPERT_LINEARS = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass
+class State:
+    """What one layer hands to the next, for all calibration sequences."""
+
+    hidden: torch.Tensor
+    """[sequences, length, hidden_size], compute dtype."""
+    topk: torch.Tensor | None = None
+    """int32 [sequences, length, index_topk]: the tokens that sparse attention selected, for layers
+    that share an indexer. None while every token is selected (length <= index_topk)."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Input of a layer's routed experts and where each token goes."""
+
+    hidden: torch.Tensor
+    """[tokens, hidden_size], compute dtype."""
+    _order: torch.Tensor
+    _weight: torch.Tensor
+    _offsets: list[int]
+    _top_k: int
+
+    @classmethod
+    def of(
+        cls, hidden: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, experts: int
+    ) -> Routing:
+        """`index` int64 and `weight` float, both [tokens, top_k], as the router returns them."""
+        flat = index.reshape(-1)
+        counts = torch.bincount(flat, minlength=experts)
+        return cls(
+            hidden,
+            torch.argsort(flat, stable=True),
+            weight.reshape(-1),
+            [0, *counts.cumsum(0).tolist()],
+            index.shape[1],
+        )
+
+    def tokens(self, expert: int) -> int:
+        """How many tokens the router sends to this expert."""
+        return self._offsets[expert + 1] - self._offsets[expert]
+
+    def rows(self, expert: int) -> torch.Tensor:
+        """int64 [n]: the tokens of this expert, ascending."""
+        return self._slots(expert) // self._top_k
+
+    def weight(self, expert: int) -> torch.Tensor:
+        """[n, 1]: router weights of those tokens."""
+        return self._weight[self._slots(expert), None]
+
+    def _slots(self, expert: int) -> torch.Tensor:
+        return self._order[self._offsets[expert] : self._offsets[expert + 1]]
+
+
+class _ExpertsTakenOut(nn.Module):
+    """Stands where the routed experts were: keeps what they would get, contributes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def forward(
+        self, hidden: torch.Tensor, index: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        self.seen.append((hidden, index, weight))
+        return torch.zeros_like(hidden)
+
+
+class LayerRunner:
+    """Builds layers from a checkpoint of any encoding and moves a `State` through them."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        weights: Mapping[str, StoredWeight],
+        reader: ShardReader,
+        *,
+        device: str,
+        dtype: torch.dtype,
+    ) -> None:
+        self.architecture = architecture
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self._weights = weights
+        self._reader = reader
+        self._rotary = architecture.rotary(self.device)
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A weight, decoded, on the compute device. Raises CheckpointError when it is missing."""
+        stored = self._weights.get(name)
+        if stored is None:
+            raise CheckpointError(f"{name} is missing from the checkpoint")
+        return self._reader.read_weight(stored, dtype or self.dtype).to(self.device)
+
+    def embed(self, tokens: torch.Tensor) -> State:
+        """State before layer 0. `tokens` is int64 [sequences, length]."""
+        table = self.read(self.architecture.prefix + "model.embed_tokens.weight")
+        return State(nn.functional.embedding(tokens.to(self.device), table))
+
+    def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The model's last norm, what the head reads; shape unchanged."""
+        return self.norm("model.norm.weight")(hidden)  # type: ignore[no-any-return]
+
+    def norm(self, name: str) -> nn.Module:
+        """An RMSNorm of the model, by the name of its weight without the prefix."""
+        norm = self.architecture.norm()
+        norm.weight = nn.Parameter(self.read(self.architecture.prefix + name), requires_grad=False)
+        return norm
+
+    def head(self) -> torch.Tensor:
+        """[vocabulary, hidden_size]: the output projection, which may be the embedding."""
+        prefix = self.architecture.prefix
+        name = prefix + "lm_head.weight"
+        return self.read(name if name in self._weights else prefix + "model.embed_tokens.weight")
+
+    def load_layer(self, index: int) -> nn.Module:
+        """A decoder layer with all its weights but the routed experts'.
+
+        Raises CheckpointError when the checkpoint lacks a weight of it, or its shape is another.
+        """
+        layer = self.architecture.layer(index)
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp.experts = _ExpertsTakenOut()
+        prefix = self.architecture.layer_name(index)
+        for name, empty in [*layer.named_parameters(), *layer.named_buffers()]:
+            # The router decides in float32 in the reference; so do the indexer's head weights.
+            exact = "mlp.gate." in name or "weights_proj" in name
+            tensor = self.read(prefix + name, torch.float32 if exact else None)
+            if tensor.shape != empty.shape:
+                raise CheckpointError(
+                    f"{prefix + name} has shape {list(tensor.shape)}, "
+                    f"the configuration says {list(empty.shape)}"
+                )
+            owner, _, leaf = name.rpartition(".")
+            setattr(
+                layer.get_submodule(owner),
+                leaf,
+                nn.Parameter(tensor, requires_grad=False)
+                if isinstance(empty, nn.Parameter)
+                else nn.Buffer(tensor),
+            )
+        return layer
+
+    @torch.no_grad()
+    def forward(self, layer: nn.Module, state: State, *, keep: bool = True) -> Routing | None:
+        """Move `state` through a layer, the routed experts excepted.
+
+        Returns what they need, None for a dense layer. With `keep=False` the state stays as it
+        was; forward hooks on the layer's linears then see their inputs and nothing else happens.
+        """
+        length = state.hidden.shape[1]
+        position = torch.arange(length, device=self.device)[None]
+        rotary = self._rotary(state.hidden[:1], position)
+        topk = self.architecture.index_topk
+        mask = None
+        if topk is not None:
+            mask = torch.ones(length, length, dtype=torch.bool, device=self.device).tril()
+            mask = mask[None, None]
+            if length <= topk:
+                # The indexer would select every token: give it that instead of running it.
+                layer.self_attn.indexer = None
+        selected = []
+        for rows in batches(*state.hidden.shape[:2]):
+            kwargs = {}
+            if topk is not None:
+                kwargs["prev_topk_indices"] = self._shared_topk(state, rows)
+            out = layer(
+                state.hidden[rows],
+                attention_mask=None if mask is None else mask.expand(_count(rows), -1, -1, -1),
+                position_ids=position,
+                position_embeddings=rotary,
+                **kwargs,
+            )
+            if topk is not None:
+                out, chosen = out
+                if topk < length:
+                    selected.append(chosen)
+            if keep:
+                state.hidden[rows] = out
+        if keep and selected:
+            state.topk = torch.cat(selected)
+        experts = getattr(layer.mlp, "experts", None)
+        if not isinstance(experts, _ExpertsTakenOut):
+            return None
+        seen, experts.seen = experts.seen, []
+        if not keep:
+            return None
+        if not seen:
+            none = state.hidden.new_empty(0, 1)
+            seen = [(state.hidden.flatten(0, 1), none.long(), none)]
+        hidden, index, weight = (torch.cat(parts) for parts in zip(*seen, strict=True))
+        return Routing.of(hidden, index, weight, self.architecture.config.n_routed_experts)
+
+    def _shared_topk(self, state: State, rows: slice) -> torch.Tensor:
+        """The selection that a layer without an indexer reuses; all tokens while they all fit."""
+        if state.topk is not None:
+            return state.topk[rows]
+        length = state.hidden.shape[1]
+        every = torch.arange(length, dtype=torch.int32, device=self.device)
+        return every.expand(_count(rows), length, length)
+
+    def load_expert(self, index: int, expert: int) -> dict[str, torch.Tensor]:
+        """gate_proj and up_proj [I, H], down_proj [H, I] of one expert, float32."""
+        prefix = f"{self.architecture.layer_name(index)}mlp.experts.{expert}."
+        return {name: self.read(f"{prefix}{name}.weight", torch.float32) for name in EXPERT_LINEARS}
+
+    @torch.no_grad()
+    def inner(self, hidden: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """Input of an expert's down projection, [n, I]: act(x gateᵀ) * (x upᵀ)."""
+        activation = self.architecture.activation()
+        return activation(hidden @ gate.T.to(self.dtype)) * (hidden @ up.T.to(self.dtype))  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def add_expert(
+        self,
+        state: State,
+        routing: Routing,
+        expert: int,
+        inner: torch.Tensor,
+        down: torch.Tensor,
+    ) -> None:
+        """Add one expert's weighted output to its tokens; each token once, so order is fixed."""
+        share = (inner @ down.T.to(self.dtype)) * routing.weight(expert)
+        flat = state.hidden.view(-1, state.hidden.shape[-1])
+        flat.index_add_(0, routing.rows(expert), share.to(flat.dtype))
+
+    def advance(self, index: int, state: State) -> None:
+        """Move `state` through layer `index` as the checkpoint holds it, experts one at a time."""
+        routing = self.forward(self.load_layer(index), state)
+        if routing is not None:
+            for expert in range(self.architecture.config.n_routed_experts):
+                if routing.tokens(expert):
+                    weights = self.load_expert(index, expert)
+                    inner = self.inner(
+                        routing.hidden[routing.rows(expert)],
+                        weights["gate_proj"],
+                        weights["up_proj"],
+                    )
+                    self.add_expert(state, routing, expert, inner, weights["down_proj"])
+        check_finite(state.hidden, f"layer {index}")
+
+
+def batches(sequences: int, length: int) -> Iterator[slice]:
+    """Slices of whole sequences, of about `BATCH_TOKENS` tokens; none when there are no tokens."""
+    step = max(1, BATCH_TOKENS // max(1, length))
+    for start in range(0, sequences if length else 0, step):
+        yield slice(start, min(start + step, sequences))
+
+
+def _count(rows: slice) -> int:
+    return int(rows.stop - rows.start)
+
+
+def check_finite(hidden: torch.Tensor, where: str) -> None:
+    """Raises CalibrationError when an activation is NaN or infinite."""
+    if not bool(torch.isfinite(hidden).all()):
+        bad = int((~torch.isfinite(hidden)).sum())
+        raise CalibrationError(
+            f"{bad} of {hidden.numel()} activations after {where} are NaN or infinite",
+            hint="compute in float32: --dtype float32",
+        )

@@ -1,0 +1,136 @@
+"""The `quantize` command: a table of contents, and the one `try` around everything.
+
+`quantize SOURCE --to int4` is `quantize run SOURCE --to int4`. A command parses, calls one
+function and hands its result to the console; it catches no errors, and imports what is heavy
+inside its function, so that `--help` and `plan` never load torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from halfbyte import __version__, env
+from halfbyte.commands import convert, look, measure
+from halfbyte.console import Console, explain
+from halfbyte.errors import UsageError
+
+COMMANDS: Mapping[str, Callable[..., None]] = {
+    "run": convert.run,
+    "plan": convert.plan,
+    "inspect": look.inspect,
+    "verify": look.verify,
+    "eval": measure.evaluate,
+    "gate": measure.gate,
+    "demo": measure.demo,
+    "models": look.models,
+    "env": look.environment,
+}
+
+EXAMPLES: Mapping[str, str] = {
+    "run": """
+  quantize GLM-5.2-FP8 --to int4 --calibration text.jsonl
+  quantize GLM-5.2-FP8 --to int4 --calibration text.jsonl --resume
+  quantize GLM-5.2-FP8 --to int4 --method rtn --group-size 128 -o GLM-5.2-INT4""",
+    "plan": """
+  quantize plan GLM-5.2-FP8
+  quantize plan GLM-5.2-FP8 --recipe glm-5-fp8-rest --json""",
+    "inspect": """
+  quantize inspect GLM-5.2-FP8
+  quantize inspect GLM-5.2-INT4 --json""",
+    "verify": """
+  quantize verify GLM-5.2-INT4
+  quantize verify GLM-5.2-INT4 --source GLM-5.2-FP8""",
+    "eval": """
+  quantize eval GLM-5.2-INT4 --text heldout.jsonl --baseline GLM-5.2-FP8
+  quantize eval GLM-5.2-INT4 --tasks tasks --limit 200 -o int4.json""",
+    "gate": """
+  quantize eval GLM-5.2-FP8 --tasks tasks -o fp8.json
+  quantize eval GLM-5.2-INT4 --tasks tasks -o int4.json
+  quantize gate fp8.json int4.json --margin 0.8""",
+    "demo": """
+  quantize demo
+  quantize demo -o /tmp/demo""",
+    "models": """
+  quantize models""",
+    "env": """
+  quantize env --json""",
+}
+
+app = typer.Typer(
+    help="FP8 checkpoints of GLM, DeepSeek and Kimi to verified INT4 checkpoints.",
+    epilog="""\b
+Examples:
+  quantize demo
+  quantize plan GLM-5.2-FP8
+  quantize GLM-5.2-FP8 --to int4 --calibration text.jsonl -o GLM-5.2-INT4
+
+`quantize SOURCE` is short for `quantize run SOURCE`.
+
+\b
+Exit codes:
+  0 done, 1 failed and explained, 2 wrong usage, 130 interrupted;
+  gate and demo: 3 accuracy did not hold, 4 inconclusive, 5 not comparable""",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    # Plain help: rich would double the time of --help, and the docs hold it verbatim.
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+for _name, _command in COMMANDS.items():
+    app.command(_name, epilog=f"\b\nExamples:{EXAMPLES[_name]}")(_command)
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        print(f"quantize {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_show_version, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None: ...
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code; also raises SystemExit with it."""
+    debug = False
+    try:
+        debug = env.debug()
+        app(args=insert_run(sys.argv[1:] if argv is None else argv), prog_name="quantize")
+    except (Exception, KeyboardInterrupt) as error:
+        if debug:
+            traceback.print_exc()
+        failure = explain(error)
+        Console().failure(failure)
+        return failure.exit_code
+    return 0
+
+
+def insert_run(argv: Sequence[str]) -> list[str]:
+    """Put `run` before a first word that is neither an option nor a command.
+
+    Raises UsageError when that word looks like a misspelt command and is no folder.
+    """
+    if not argv or argv[0].startswith("-") or argv[0] in COMMANDS:
+        return list(argv)
+    word = argv[0]
+    close = difflib.get_close_matches(word, COMMANDS, n=1)
+    if close and not Path(word).exists():
+        raise UsageError(
+            f"{word} is neither a command nor a folder", hint=f"did you mean `quantize {close[0]}`?"
+        )
+    return ["run", *argv]

@@ -1,0 +1,208 @@
+"""`quantize run` and `quantize plan`."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from halfbyte.commands.options import (
+    Device,
+    Dtype,
+    EngineName,
+    GroupSize,
+    GroupSizeName,
+    Json,
+    MethodName,
+    Quiet,
+    RecipeName,
+    Samples,
+    Seed,
+    SequenceLength,
+    Source,
+    Verbose,
+    open_console,
+)
+from halfbyte.console import render, resumable
+from halfbyte.errors import UsageError
+
+if TYPE_CHECKING:
+    from halfbyte.console import Console
+    from halfbyte.core import Plan, Settings
+
+
+def run(
+    source: Source,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="Folder to write. [default: SOURCE's name + -INT4]"),
+    ] = None,
+    to: Annotated[Literal["int4"], typer.Option("--to", help="Number format of weights.")] = "int4",
+    recipe: RecipeName = None,
+    method: MethodName = "gptq",
+    engine: EngineName = "halfbyte",
+    group_size: GroupSize = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option("--calibration", help="Text for gptq: .jsonl with a `text` each, or .txt."),
+    ] = None,
+    samples: Samples = 256,
+    sequence_length: SequenceLength = 2048,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    seed: Seed = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with an interrupted run in the output folder.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an earlier run in the output folder.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan and write nothing.")
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Quantize a checkpoint. What `quantize SOURCE` runs."""
+    from halfbyte.models import resolve
+
+    console = open_console(json, quiet, verbose)
+    path = resolve(source)
+    if resume and overwrite:
+        raise UsageError("--resume and --overwrite exclude each other")
+    if not dry_run:
+        _require_text(method, calibration, f"quantize {shlex.quote(source)} --to {to}")
+    settings = _settings(
+        method, engine, samples, sequence_length, device, dtype, seed, planning=dry_run
+    )
+    if dry_run:
+        _show_plan(console, _plan(path, recipe, group_size, settings))
+        return
+    from halfbyte.calibration.data import text_sha256, token_windows
+    from halfbyte.commands import tables
+    from halfbyte.quantize import pipeline
+
+    tokens = None
+    if calibration is not None:
+        tokens = token_windows(calibration, path, samples, sequence_length, seed)
+        settings = replace(settings, calibration_sha256=text_sha256(tokens))
+    plan = _plan(path, recipe, group_size, settings)
+    for line in tables.plan_summary(plan):
+        console.note(line)
+    console.detail(render(tables.plan_table(plan)))
+    for warning in plan.warnings:
+        console.warning(warning)
+    output = output or default_output(path)
+    with resumable(output), console.working() as progress:
+        report = pipeline.run(
+            plan, output, tokens=tokens, resume=resume, overwrite=overwrite, progress=progress
+        )
+    for line in tables.run_summary(report):
+        console.line(line)
+    console.result(tables.run_record(report), quiet=str(output))
+
+
+def plan(
+    source: Source,
+    recipe: RecipeName = None,
+    method: MethodName = "gptq",
+    engine: EngineName = "halfbyte",
+    group_size: GroupSize = None,
+    samples: Samples = 256,
+    sequence_length: SequenceLength = 2048,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Show what a run would do, reading nothing but headers."""
+    from halfbyte.models import resolve
+
+    settings = _settings(
+        method, engine, samples, sequence_length, device, dtype, seed=0, planning=True
+    )
+    console = open_console(json, quiet, verbose)
+    _show_plan(console, _plan(resolve(source), recipe, group_size, settings))
+
+
+def default_output(source: Path) -> Path:
+    """Where a run writes when it is not told: `models/GLM-5.2-FP8` -> `GLM-5.2-INT4`, here."""
+    name = re.sub(r"[-_.](fp8|bf16|fp16)$", "", source.resolve().name, flags=re.IGNORECASE)
+    return Path(f"{name}-INT4")
+
+
+def _require_text(method: str, calibration: Path | None, command: str) -> None:
+    if method == "gptq" and calibration is None:
+        raise UsageError(
+            "--method gptq needs text to calibrate on",
+            hint=f"{command} --calibration text.jsonl, or without data: {command} --method rtn",
+        )
+    if method == "rtn" and calibration is not None:
+        raise UsageError("--method rtn uses no text", hint="drop --calibration or --method rtn")
+
+
+def _settings(
+    method: Literal["gptq", "rtn"],
+    engine: Literal["halfbyte", "llmcompressor"],
+    samples: int,
+    sequence_length: int,
+    device: str,
+    dtype: str,
+    seed: int,
+    *,
+    planning: bool,
+) -> Settings:
+    """The settings of a run; `planning` asks for a device without importing torch."""
+    from halfbyte.core import Settings
+    from halfbyte.devices import expected_device, resolve_device, resolve_dtype
+
+    if engine == "llmcompressor" and method == "rtn":
+        raise UsageError("--engine llmcompressor solves gptq only", hint="drop --method rtn")
+    device = expected_device(device) if planning else resolve_device(device)
+    return Settings(
+        method=method,
+        engine=engine,
+        samples=samples,
+        sequence_length=sequence_length,
+        dtype=resolve_dtype(dtype, device),
+        device=device,
+        seed=seed,
+    )
+
+
+def _plan(
+    path: Path, recipe: str | None, group_size: GroupSizeName | None, settings: Settings
+) -> Plan:
+    from halfbyte.formats.checkpoint import open_checkpoint
+    from halfbyte.models import recipe_for
+    from halfbyte.quantize.plan import make_plan
+    from halfbyte.quantize.recipe import load_recipe
+
+    checkpoint = open_checkpoint(path)
+    name = recipe or recipe_for(checkpoint)
+    return make_plan(checkpoint, load_recipe(name, group_size=_columns(group_size)), settings)
+
+
+def _columns(group_size: GroupSizeName | None) -> int | Literal["channel"] | None:
+    return group_size if group_size is None or group_size == "channel" else int(group_size)
+
+
+def _show_plan(console: Console, plan: Plan) -> None:
+    from halfbyte.commands import tables
+
+    for line in tables.plan_summary(plan):
+        console.line(line)
+    console.line()
+    console.table(tables.plan_table(plan))
+    if console.verbose:
+        console.line()
+        console.table(tables.memory_table(plan))
+    for warning in plan.warnings:
+        console.warning(warning)
+    console.result(tables.plan_record(plan))

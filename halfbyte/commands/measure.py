@@ -1,0 +1,164 @@
+"""Commands that measure: `eval`, `gate`, `demo`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from halfbyte.commands.options import (
+    Device,
+    Dtype,
+    Json,
+    Quiet,
+    SequenceLength,
+    Verbose,
+    open_console,
+)
+from halfbyte.console import resumable
+from halfbyte.errors import UsageError
+
+
+def evaluate(
+    checkpoint: Annotated[Path, typer.Argument(metavar="DIR", help="The checkpoint to measure.")],
+    text: Annotated[
+        Path | None, typer.Option("--text", help="Measure the prediction of this .jsonl or .txt.")
+    ] = None,
+    baseline: Annotated[
+        Path | None, typer.Option("--baseline", help="Checkpoint to measure divergence from.")
+    ] = None,
+    sequence_length: SequenceLength = 2048,
+    max_windows: Annotated[
+        int | None, typer.Option("--max-windows", min=1, help="Windows of text. [default: all]")
+    ] = None,
+    tasks: Annotated[
+        Path | None, typer.Option("--tasks", help="Folder of lm-eval task files to score.")
+    ] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option("--task", help="Score this task; may be repeated. [default: all]"),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="Questions per task. [default: all]")
+    ] = None,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Questions at once.")] = 16,
+    max_length: Annotated[
+        int | None,
+        typer.Option(
+            "--max-length",
+            min=2,
+            help="Tokens of prompt and answer together. [default: the model's limit]",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Save the evaluation, for `gate`.")
+    ] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Measure perplexity, divergence from a baseline and task scores."""
+    from halfbyte.commands import scores
+    from halfbyte.devices import resolve_device, resolve_dtype
+
+    console = open_console(json, quiet, verbose)
+    if text is None and tasks is None:
+        raise UsageError(
+            "nothing to measure", hint="add --text heldout.jsonl, --tasks FOLDER, or both"
+        )
+    if baseline is not None and text is None:
+        raise UsageError("--baseline measures divergence on a text", hint="add --text")
+    if task and tasks is None:
+        raise UsageError("--task names a task of a folder", hint="add --tasks FOLDER")
+    from halfbyte.evals.harness import run_tasks
+    from halfbyte.evals.report import EvalReport, checkpoint_fingerprint
+    from halfbyte.evals.stream import evaluate_text
+    from halfbyte.formats.checkpoint import open_checkpoint
+
+    device = resolve_device(device)
+    compute = resolve_dtype(dtype, device)
+    fingerprint = checkpoint_fingerprint(open_checkpoint(checkpoint))
+    text_metrics = task_results = None
+    with console.working() as progress:
+        if text is not None:
+            text_metrics = evaluate_text(
+                checkpoint,
+                text,
+                baseline=baseline,
+                sequence_length=sequence_length,
+                max_windows=max_windows,
+                device=device,
+                dtype=compute,
+                progress=progress,
+            )
+        if tasks is not None:
+            task_results = run_tasks(
+                checkpoint,
+                tasks,
+                task,
+                limit=limit,
+                batch_size=batch_size,
+                max_length=max_length,
+                device=device,
+                dtype=compute,
+                progress=progress,
+            )
+    report = EvalReport(str(checkpoint), fingerprint, text_metrics, task_results)
+    if output is not None:
+        report.write(output)
+    for table in scores.evaluation_tables(report):
+        console.table(table)
+    console.result(report.to_json(), quiet=str(output or ""))
+
+
+def gate(
+    baseline: Annotated[Path, typer.Argument(metavar="BASELINE", help="Evaluation of the source.")],
+    candidate: Annotated[
+        Path, typer.Argument(metavar="CANDIDATE", help="Evaluation of the quantized checkpoint.")
+    ],
+    margin: Annotated[
+        float, typer.Option("--margin", help="Points that each task's score may drop.")
+    ] = 0.8,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Judge whether accuracy held, from two saved evaluations."""
+    from halfbyte.commands import scores
+    from halfbyte.evals.gate import gate as judge
+    from halfbyte.evals.report import EvalReport
+
+    console = open_console(json, quiet)
+    verdict = judge(EvalReport.read(baseline), EvalReport.read(candidate), margin)
+    if verdict.rows:
+        console.table(scores.gate_table(verdict))
+        console.line()
+    for line in scores.gate_lines(verdict):
+        console.line(line)
+    console.result(verdict.to_json())
+    raise typer.Exit(verdict.exit_code)
+
+
+def demo(
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="Folder for all that the demo makes.")
+    ] = Path("halfbyte-demo"),
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Do the whole job on the embedded model and judge the result."""
+    from halfbyte.commands import scores
+    from halfbyte.evals.demo import run_demo
+
+    console = open_console(json, quiet, verbose)
+    with resumable(output), console.working() as progress:
+        report = run_demo(output, progress)
+    console.table(scores.demo_table(report))
+    console.line()
+    for line in scores.gate_lines(report.verdict):
+        console.line(line)
+    console.result(scores.demo_record(report), quiet=str(output))
+    raise typer.Exit(report.verdict.exit_code)

@@ -1,0 +1,328 @@
+"""Results as tables for people and as JSON records for programs; pure functions.
+
+Every number is formatted here and nowhere else, so that two commands never print it differently.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfbyte.console import Column, Table
+from halfbyte.core import Checkpoint, Plan, RunReport, TensorPlan
+from halfbyte.formats.weights import layer_index, model_order, quantization_config
+from halfbyte.units import format_bytes, format_gib, format_seconds
+
+if TYPE_CHECKING:
+    from halfbyte.models import KnownModel
+    from halfbyte.quantize.verify import VerifyResult
+
+# A plan.
+
+
+def plan_rules(plan: Plan) -> list[dict[str, Any]]:
+    """What each rule decides: tensors, bytes in and out; rules that match nothing are left out."""
+    decided: dict[int, list[TensorPlan]] = {}
+    for tensor in plan.tensors:
+        decided.setdefault(tensor.rule, []).append(tensor)
+    return [
+        {
+            "pattern": plan.recipe.rules[rule].pattern,
+            # The rule's action: "dequantize" copies a tensor that is plain already.
+            "action": plan.recipe.rules[rule].action,
+            "scheme": str(tensors[0].scheme) if tensors[0].scheme else None,
+            "tensors": len(tensors),
+            "bytes_in": sum(tensor.source.nbytes for tensor in tensors),
+            "bytes_out": sum(output.nbytes for tensor in tensors for output in tensor.outputs),
+            "reason": plan.recipe.rules[rule].reason,
+        }
+        for rule, tensors in sorted(decided.items())
+    ]
+
+
+def plan_record(plan: Plan) -> dict[str, Any]:
+    """A plan as JSON: its rules, sizes, memory and what config.json will say."""
+    return {
+        "source": str(plan.checkpoint.path),
+        "model_type": plan.checkpoint.model_type,
+        "recipe": plan.recipe.name,
+        "settings": asdict(plan.settings),
+        "rules": plan_rules(plan),
+        "bytes_in": plan.checkpoint.nbytes,
+        "bytes_out": plan.bytes_out,
+        "shards": {shard.file: shard.nbytes for shard in plan.shards},
+        "memory": asdict(plan.memory),
+        "disk": plan.disk,
+        "warnings": list(plan.warnings),
+        "quantization_config": plan.quantization_config,
+    }
+
+
+def plan_table(plan: Plan) -> Table:
+    """A row per rule: what it does to how many tensors and bytes, and why."""
+    rules = plan_rules(plan)
+    return Table(
+        columns=(
+            Column("action"),
+            Column("tensors", number=True),
+            Column("in", number=True),
+            Column("out", number=True),
+            Column("reason"),
+        ),
+        rows=tuple(
+            (
+                f"{rule['action']} {rule['scheme']}" if rule["scheme"] else rule["action"],
+                f"{rule['tensors']:,}",
+                format_bytes(rule["bytes_in"]),
+                format_bytes(rule["bytes_out"]),
+                rule["reason"],
+            )
+            for rule in rules
+        ),
+        total=(
+            "total",
+            f"{sum(rule['tensors'] for rule in rules):,}",
+            format_bytes(plan.checkpoint.nbytes),
+            format_bytes(plan.bytes_out),
+            f"{format_gib(plan.checkpoint.nbytes)} -> {format_gib(plan.bytes_out)}",
+        ),
+    )
+
+
+def memory_table(plan: Plan) -> Table:
+    """What the predicted peak is made of."""
+    return Table(
+        columns=(Column("peak memory"), Column("bytes", number=True)),
+        rows=tuple((part, format_gib(size)) for part, size in plan.memory.detail.items()),
+    )
+
+
+def plan_summary(plan: Plan) -> list[str]:
+    """The lines above and below the table: what is run on what, and what it takes."""
+    settings, memory = plan.settings, plan.memory
+    calibration = (
+        f", {settings.samples} samples of {settings.sequence_length} tokens"
+        if settings.method == "gptq"
+        else ""
+    )
+    peak = f"peak memory  host {format_gib(memory.host)}"
+    if memory.gpu:
+        peak += f", GPU {format_gib(memory.gpu)}"
+    return [
+        f"source       {plan.checkpoint.path} ({plan.checkpoint.model_type})",
+        f"recipe       {plan.recipe.name}: {plan.recipe.description}",
+        f"method       {settings.method} on {settings.device} in {settings.dtype}{calibration}",
+        peak,
+        f"disk         {format_bytes(plan.disk)} while it runs;"
+        f" {format_bytes(plan.bytes_out)} in {_plural(len(plan.shards), 'shard')} when it is done",
+    ]
+
+
+# A run.
+
+
+def run_record(report: RunReport) -> dict[str, Any]:
+    """A run as JSON, without the line per linear that the report beside the weights holds."""
+    record = asdict(report)
+    del record["linears"], record["schema_version"]
+    return {**record, **_linear_counts(report)}
+
+
+def run_summary(report: RunReport) -> list[str]:
+    """What came out, how long it took, and how many linears left the ordinary path."""
+    if report.already_finished:
+        return [f"{report.output} is finished already"]
+    lines = [
+        f"{report.output}: {format_bytes(report.bytes_in)} -> {format_bytes(report.bytes_out)}"
+        f" in {format_seconds(report.seconds)}, peak resident memory"
+        f" {format_gib(report.peak_bytes)}",
+    ]
+    counts = _linear_counts(report)
+    if report.settings.method == "gptq":
+        lines.append(
+            f"calibrated on: {_listed(counts['rungs'])} of {len(report.linears):,} linears"
+        )
+    if counts["fallbacks"]:
+        lines.append(f"fell back to: {_listed(counts['fallbacks'])}")
+    return lines
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{what} {count:,}" for what, count in counts.items())
+
+
+def _linear_counts(report: RunReport) -> dict[str, dict[str, int]]:
+    return {
+        "rungs": _counts(linear.rung for linear in report.linears),
+        "fallbacks": _counts(linear.fallback for linear in report.linears if linear.fallback),
+    }
+
+
+def _counts(items: Iterable[str]) -> dict[str, int]:
+    return dict(Counter(items).most_common())
+
+
+# A checkpoint.
+
+_NUMBER = re.compile(r"\.\d+(?=\.)")
+
+
+def name_pattern(name: str) -> str:
+    """A tensor name with its layer and expert numbers replaced: "model.layers.*.mlp.experts.*"."""
+    return _NUMBER.sub(".*", name)
+
+
+def checkpoint_record(checkpoint: Checkpoint) -> dict[str, Any]:
+    """A checkpoint as JSON: its structure, and its sizes by dtype and by name pattern."""
+    dtypes: dict[str, dict[str, int]] = {}
+    patterns: dict[tuple[str, str, tuple[int, ...]], dict[str, int]] = {}
+    for name in sorted(checkpoint.tensors, key=model_order):
+        tensor = checkpoint.tensors[name]
+        for sizes in (
+            dtypes.setdefault(tensor.dtype, {"tensors": 0, "bytes": 0}),
+            patterns.setdefault(
+                (name_pattern(name), tensor.dtype, tensor.shape), {"tensors": 0, "bytes": 0}
+            ),
+        ):
+            sizes["tensors"] += 1
+            sizes["bytes"] += tensor.nbytes
+    return {
+        "path": str(checkpoint.path),
+        "model_type": checkpoint.model_type,
+        "bytes": checkpoint.nbytes,
+        "tensors": len(checkpoint.tensors),
+        "shards": len(checkpoint.shards),
+        **_structure(checkpoint),
+        "dtypes": dtypes,
+        "patterns": [
+            {"pattern": pattern, "dtype": dtype, "shape": list(shape), **sizes}
+            for (pattern, dtype, shape), sizes in patterns.items()
+        ],
+        "side_files": list(checkpoint.side_files),
+    }
+
+
+def _structure(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Layers and experts that have tensors; the config only says which layers are MTP layers."""
+    indices = {index for name in checkpoint.tensors if (index := layer_index(name)) is not None}
+    experts = {match[1] for name in checkpoint.tensors if (match := _EXPERT.search(name))}
+    declared = _text_config(checkpoint.config).get("num_hidden_layers")
+    mtp = sorted(i for i in indices if isinstance(declared, int) and i >= declared)
+    quantization = quantization_config(checkpoint.config)
+    return {
+        "layers": len(indices) - len(mtp),
+        "mtp_layers": mtp,
+        "experts": len(experts),
+        "quant_method": quantization.get("quant_method"),
+        "fp8_block": quantization.get("weight_block_size"),
+    }
+
+
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) else config
+
+
+def checkpoint_tables(record: Mapping[str, Any]) -> tuple[Table, Table]:
+    """Sizes by dtype, and by name pattern with dtype and shape."""
+    sizes = (Column("tensors", number=True), Column("bytes", number=True))
+    by_dtype = Table(
+        columns=(Column("dtype"), *sizes),
+        rows=tuple(
+            (dtype, f"{size['tensors']:,}", format_bytes(size["bytes"]))
+            for dtype, size in record["dtypes"].items()
+        ),
+        total=("total", f"{record['tensors']:,}", format_bytes(record["bytes"])),
+    )
+    by_pattern = Table(
+        columns=(Column("name"), Column("dtype"), Column("shape"), *sizes),
+        rows=tuple(
+            (
+                row["pattern"],
+                row["dtype"],
+                str(row["shape"]),
+                f"{row['tensors']:,}",
+                format_bytes(row["bytes"]),
+            )
+            for row in record["patterns"]
+        ),
+    )
+    return by_dtype, by_pattern
+
+
+def checkpoint_summary(record: Mapping[str, Any]) -> list[str]:
+    """The lines above the tables."""
+    layers = _plural(record["layers"], "layer")
+    if record["mtp_layers"]:
+        numbers = ", ".join(str(index) for index in record["mtp_layers"])
+        layers += f" and an MTP layer at index {numbers}"
+    if record["experts"]:
+        layers += f", {record['experts']} routed experts"
+    quantization = record["quant_method"] or "none"
+    if record["fp8_block"]:
+        quantization += f" in blocks of {' x '.join(map(str, record['fp8_block']))}"
+    return [
+        f"path          {record['path']} ({record['model_type']})",
+        f"size          {format_bytes(record['bytes'])} ({format_gib(record['bytes'])})"
+        f" in {_plural(record['shards'], 'shard')}",
+        f"structure     {layers}",
+        f"quantization  {quantization}",
+    ]
+
+
+# A verification.
+
+
+def verify_record(folder: Path, result: VerifyResult) -> dict[str, Any]:
+    """A verification as JSON; `ok` is what the exit code says."""
+    return {"path": str(folder), "ok": not result.mismatches, **asdict(result)}
+
+
+def verify_lines(result: VerifyResult) -> list[str]:
+    """Every mismatch, and how many tensors were looked at."""
+    found = [f"{m.kind}: {m.name}: {m.message}" for m in result.mismatches]
+    verdict = _plural(len(found), "mismatch", "mismatches") if found else "all as they should be"
+    return [*found, f"{_plural(result.tensors, 'tensor')} checked: {verdict}"]
+
+
+def _plural(count: int, one: str, many: str | None = None) -> str:
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+# Models and environment.
+
+
+def models_record(models: Iterable[KnownModel]) -> dict[str, Any]:
+    """The alias table as JSON."""
+    return {"models": [asdict(model) for model in models]}
+
+
+def models_table(models: Iterable[KnownModel]) -> Table:
+    """The alias table."""
+    return Table(
+        columns=(Column("name"), Column("repository"), Column("model type"), Column("recipe")),
+        rows=tuple((m.alias, m.repo, m.model_type, m.recipe) for m in models),
+    )
+
+
+def environment_table(record: Mapping[str, Any]) -> Table:
+    """What `environment_record` found, a row each."""
+    return Table(
+        columns=(Column("what"), Column("value")),
+        rows=(
+            ("halfbyte", record["halfbyte"]),
+            ("python", record["python"]),
+            ("platform", record["platform"]),
+            *record["packages"].items(),
+            ("CUDA of torch", record["cuda"] or "none"),
+            ("GPUs", ", ".join(record["gpus"]) or "none"),
+            *record["variables"].items(),
+        ),
+    )

@@ -1,0 +1,380 @@
+"""The nouns of halfbyte: frozen data types that every other module shares.
+
+This module imports nothing of ours, and torch only for typing, so that planning and
+inspecting a checkpoint never pay for torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPE_BYTES: Mapping[str, int] = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+}
+"""Bytes per element of each safetensors dtype that we accept."""
+
+FLOAT_DTYPES = frozenset({"F16", "BF16", "F32", "F64"})
+
+Action = Literal["quantize", "dequantize", "copy", "drop"]
+Encoding = Literal["plain", "fp8", "int4"]
+Method = Literal["gptq", "rtn"]
+Engine = Literal["halfbyte", "llmcompressor"]
+ScaleSearch = Literal["minmax", "mse"]
+Rung = Literal["routed", "blended", "all-tokens", "weights-only"]
+
+
+def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a dense tensor. `dtype` is a safetensors spelling, a key of `DTYPE_BYTES`."""
+    return DTYPE_BYTES[dtype] * math.prod(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One stored tensor, known from a shard's header alone."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    shard: str
+    """File name inside the checkpoint folder."""
+    begin: int
+    """First byte of the data, counted from the start of the file."""
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint folder as its headers describe it. Made only by `formats.checkpoint.open_checkpoint`."""
+
+    path: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+    shards: Mapping[str, int]
+    """Shard file name -> size in bytes, in name order."""
+    side_files: tuple[str, ...]
+    """Files that travel with the weights (tokenizer, chat template, generation config)."""
+
+    @property
+    def model_type(self) -> str:
+        return str(self.config.get("model_type", "unknown"))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensor data, headers not counted (what an index calls total_size)."""
+        return sum(t.nbytes for t in self.tensors.values())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over the config and all headers (not over the data)."""
+        table = [(t.name, t.dtype, t.shape, t.shard, t.begin) for t in self.tensors.values()]
+        return fingerprint({"config": self.config, "tensors": sorted(table)})
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """One logical tensor and the stored tensors that carry it.
+
+    `plain`: `parts["weight"]` holds the values. `fp8`: `parts["weight"]` F8_E4M3 [N, K] times
+    `parts["scale"]`, one scale per `block` (rows, columns); a channel scale is the block
+    (1, K), a tensor scale the block (N, K). `int4`: compressed-tensors pack-quantized,
+    `parts["packed"]`, `parts["scale"]`, `parts["shape"]`, with `scheme`.
+    """
+
+    name: str
+    """Name of the logical tensor, for a linear `<module>.weight`."""
+    shape: tuple[int, ...]
+    encoding: Encoding
+    parts: Mapping[str, TensorInfo]
+    block: tuple[int, int] | None = None
+    scheme: Scheme | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.nbytes for p in self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """Symmetric integer weight quantization; maps one to one to compressed-tensors `QuantizationArgs`."""
+
+    bits: int = 4
+    group_size: int | None = 32
+    """Columns that share one scale; None is one scale per output channel (row)."""
+    scale_dtype: str = "BF16"
+
+    @property
+    def code_min(self) -> int:
+        return -(1 << (self.bits - 1))
+
+    @property
+    def code_max(self) -> int:
+        return (1 << (self.bits - 1)) - 1
+
+    def columns_per_group(self, columns: int) -> int:
+        return columns if self.group_size is None else self.group_size
+
+    def groups(self, columns: int) -> int:
+        """Scales per row of a weight with `columns` input features."""
+        return columns // self.columns_per_group(columns)
+
+    def __str__(self) -> str:
+        return f"INT{self.bits} " + (
+            "channel" if self.group_size is None else f"g{self.group_size}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One line of a recipe: tensors whose whole name matches `pattern` get `action`, because of `reason`."""
+
+    pattern: str
+    action: Action
+    reason: str
+    scheme: Scheme | None = None
+    optional: bool = False
+    """An optional rule may match nothing (indexers are absent from many checkpoints)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Ordered rules; the first match decides. `origin` is "built-in" or the file it came from."""
+
+    name: str
+    description: str
+    rules: tuple[Rule, ...]
+    origin: str = "built-in"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything besides checkpoint and recipe that decides the output bytes of a run."""
+
+    method: Method = "gptq"
+    engine: Engine = "halfbyte"
+    scale_search: ScaleSearch = "mse"
+    dampening: float = 0.01
+    """Share of the mean Hessian diagonal added to the diagonal (GPTQ's percdamp)."""
+    block_size: int = 128
+    samples: int = 256
+    sequence_length: int = 2048
+    calibration_sha256: str | None = None
+    """Hash of the token ids the model is calibrated on; None for data-free methods."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "cpu"
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """A tensor that the finished checkpoint will hold, known before any weight is read."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return tensor_bytes(self.dtype, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """The decision for one logical tensor: where it comes from, what is done, what comes out."""
+
+    source: StoredWeight
+    action: Action
+    scheme: Scheme | None
+    rule: int
+    """Index into `Plan.recipe.rules`."""
+    outputs: tuple[OutputTensor, ...]
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def module(self) -> str:
+        return self.source.name.removesuffix(".weight")
+
+
+UnitKind = Literal["embedding", "layer", "head", "mtp", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What is read, quantized, written and committed together: a decoder layer, the embedding, the head."""
+
+    name: str
+    """"embedding", "layers.<i>", "head" or "other"."""
+    kind: UnitKind
+    index: int | None
+    """Decoder layer index for kinds "layer" and "mtp"."""
+    tensors: tuple[TensorPlan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLayout:
+    """One output shard, byte for byte but for the data: header first, then each tensor at its offset."""
+
+    file: str
+    header: bytes
+    """The 8 length bytes and the JSON, padded: what the file starts with."""
+    offsets: Mapping[str, tuple[int, int]]
+    """Output tensor name -> (begin, end) in the file."""
+    nbytes: int
+    """Size of the finished file."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Peak bytes predicted for a run. `gpu` is 0 when the run computes on the CPU."""
+
+    host: int
+    gpu: int
+    detail: Mapping[str, int]
+    """What the peak is made of, by name, in bytes."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will do, complete before the first weight is read. Made only by `quantize.plan.make_plan`."""
+
+    checkpoint: Checkpoint
+    recipe: Recipe
+    settings: Settings
+    units: tuple[Unit, ...]
+    shards: tuple[ShardLayout, ...]
+    quantization_config: Mapping[str, Any] | None
+    """What the output's config.json says under `quantization_config`; None when nothing is quantized."""
+    memory: MemoryEstimate
+    disk: int
+    """Bytes the output folder will take, state kept for `--resume` included."""
+    warnings: tuple[str, ...]
+    fingerprint: str
+    """SHA-256 over all that decides the output bytes: same inputs, same fingerprint."""
+
+    @property
+    def tensors(self) -> tuple[TensorPlan, ...]:
+        return tuple(t for u in self.units for t in u.tensors)
+
+    @property
+    def bytes_out(self) -> int:
+        return sum(o.nbytes for t in self.tensors for o in t.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class InputStats:
+    """Second moments of one linear input, shared by every linear that reads it."""
+
+    hessian: torch.Tensor
+    """Mean of x xᵀ over the tokens seen, float32 [K, K]."""
+    tokens: int
+    rung: Rung = "routed"
+    """Which tokens the mean is over; see `calibration.inputs`."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """Integer codes and scales of one linear, in natural column order."""
+
+    codes: torch.Tensor
+    """int8 [N, K], within the scheme's code range."""
+    scales: torch.Tensor
+    """bfloat16 [N, groups]; the weight is codes * scales, one scale per group of columns."""
+    error: float
+    """tr(E H Eᵀ) / tr(W H Wᵀ), E = W - Q, H the undamped Hessian; without one, |E|² / |W|²."""
+    fallback: str | None = None
+    """None, or the step of the damping ladder that it took: "damping x10", ..., "rtn"."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearReport:
+    """What happened to one quantized linear; a line of the run report."""
+
+    name: str
+    scheme: str
+    error: float
+    rtn_error: float
+    """The same error measure for plain rounding with the same scales."""
+    tokens: int
+    rung: Rung
+    fallback: str | None
+
+
+REPORT_SCHEMA = 1
+_VOLATILE = ("output", "seconds", "peak_bytes", "already_finished")
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """Result of a run. All but `seconds` and `peak_bytes` is deterministic and stored beside the weights."""
+
+    output: str
+    fingerprint: str
+    settings: Settings
+    recipe: Mapping[str, Any]
+    """The whole recipe, so that the plan can be made again from the source."""
+    source: str
+    """`Checkpoint.fingerprint` of what was quantized."""
+    versions: Mapping[str, str]
+    bytes_in: int
+    bytes_out: int
+    shards: Mapping[str, str]
+    """Shard file -> SHA-256 of the whole file."""
+    linears: tuple[LinearReport, ...]
+    warnings: tuple[str, ...]
+    seconds: float = 0.0
+    peak_bytes: int = 0
+    already_finished: bool = False
+    schema_version: int = field(default=REPORT_SCHEMA)
+
+    def to_json(self) -> dict[str, Any]:
+        """The deterministic part, ready for `json.dumps`."""
+        record = asdict(self)
+        for volatile in _VOLATILE:
+            del record[volatile]
+        return record
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any], **volatile: Any) -> RunReport:
+        """What `to_json` stored, with the parts it leaves out given or at their defaults."""
+        fields = dict(record)
+        fields["settings"] = Settings(**fields["settings"])
+        fields["linears"] = tuple(LinearReport(**linear) for linear in fields["linears"])
+        fields["warnings"] = tuple(fields["warnings"])
+        return cls(**fields, **volatile)
+
+
+def fingerprint(record: Any) -> str:
+    """SHA-256 of a JSON-able record in canonical form (sorted keys, no spaces)."""
+    text = json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,35 @@
+"""Every environment variable that halfbyte itself reads, parsed in one place and loudly.
+
+Not listed: what the libraries read on their own (`HF_HOME`, `HF_TOKEN`, `CUDA_VISIBLE_DEVICES`,
+`NO_COLOR`). A flag on the command line always wins over a variable.
+"""
+
+from __future__ import annotations
+
+import os
+
+from halfbyte.errors import UsageError
+
+
+def debug() -> bool:
+    """`HALFBYTE_DEBUG=1`: print the traceback of every error, not only its message."""
+    return _switch("HALFBYTE_DEBUG")
+
+
+def progress_disabled() -> bool:
+    """`HF_HUB_DISABLE_PROGRESS_BARS=1`, the switch that users of `hf` know: no progress output."""
+    return _switch("HF_HUB_DISABLE_PROGRESS_BARS")
+
+
+def dumb_terminal() -> bool:
+    """`TERM=dumb`: a terminal that cannot move its cursor gets plain lines instead of bars."""
+    return os.environ.get("TERM") == "dumb"
+
+
+def _switch(name: str) -> bool:
+    value = os.environ.get(name, "").strip().lower()
+    if value in {"", "0", "false", "no", "off"}:
+        return False
+    if value in {"1", "true", "yes", "on"}:
+        return True
+    raise UsageError(f"environment variable {name} is {value!r}", hint=f"set {name}=1 or {name}=0")

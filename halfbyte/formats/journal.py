@@ -1,0 +1,98 @@
+"""The journal of a run: one JSON line per committed unit, so that a killed run can go on.
+
+A line is appended and fsynced only after all that it speaks of is on the disk. A line that a
+crash cut in half is the last one and is dropped on reading. Hashes are of shard prefixes: units
+are written in shard order, so a unit's line pins every byte of its shards up to its own end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from halfbyte.errors import ResumeError
+from halfbyte.formats.files import sync_folder
+
+JOURNAL_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """One finished unit."""
+
+    unit: str
+    shards: Mapping[str, tuple[int, str]]
+    """Shard file -> (bytes from its start that are final, SHA-256 of them)."""
+    record: Mapping[str, Any]
+    """What the run wants back on resume: reports of the unit's linears, the state file."""
+
+
+class Journal:
+    """Append-only file; `identity` names everything that a resumed run must have in common."""
+
+    def __init__(self, path: Path, identity: Mapping[str, Any], commits: list[Commit]) -> None:
+        self.path = path
+        self.identity = identity
+        self.commits = commits
+
+    @classmethod
+    def create(cls, path: Path, identity: Mapping[str, Any]) -> Journal:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        journal = cls(path, identity, [])
+        journal._append({"journal": JOURNAL_VERSION, "identity": identity})
+        sync_folder(path.parent)
+        return journal
+
+    @classmethod
+    def load(cls, path: Path) -> Journal:
+        """Read a journal back and drop a torn last line.
+
+        Raises ResumeError when the first line is not a journal header of this version.
+        """
+        lines = path.read_bytes().split(b"\n")
+        complete = lines[:-1]  # what follows the last newline was never finished
+        try:
+            header = json.loads(complete[0])
+            if header["journal"] != JOURNAL_VERSION:
+                raise KeyError
+            commits = [
+                Commit(
+                    line["unit"],
+                    {file: (int(n), str(h)) for file, (n, h) in line["shards"].items()},
+                    line["record"],
+                )
+                for line in map(json.loads, complete[1:])
+            ]
+        except (IndexError, KeyError, TypeError, ValueError) as error:
+            raise ResumeError(
+                f"{path} is not a journal of this version",
+                hint="start again with --overwrite",
+            ) from error
+        os.truncate(path, sum(len(line) + 1 for line in complete))
+        return cls(path, header["identity"], commits)
+
+    def append(self, commit: Commit) -> None:
+        self._append(asdict(commit))
+        self.commits.append(commit)
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        with open(self.path, "ab") as file:
+            file.write(json.dumps(record, sort_keys=True).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def identity_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """The first key whose value differs, as "<key> was <a>, now <b>"; nested keys joined by dots."""
+    for key in sorted(set(before) | set(now)):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            if (inner := identity_difference(old, new)) is not None:
+                return f"{key}.{inner}"
+        elif old != new:
+            return f"{key} was {old}, now {new}"
+    return None

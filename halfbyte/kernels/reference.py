@@ -1,0 +1,63 @@
+"""Plain torch twins of the kernels: pure functions, any device, the meaning of every format.
+
+They define what a fast kernel must return, so they are written to be read. Indexing is left
+to torch, which counts elements in 64 bits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def pack_int4(codes: torch.Tensor) -> torch.Tensor:
+    """Pack signed 4-bit codes eight to an int32, as compressed-tensors `pack-quantized` does.
+
+    `codes` is int8 [..., K] within -8..7, K a multiple of 8; the result is int32 [..., K/8].
+    The stored nibble is `code + 8`; the first column sits in the lowest nibble. Codes out of
+    range are not looked for here: `formats.int4.pack` refuses them.
+    """
+    nibbles = (codes + 8).view(torch.uint8)
+    pairs = nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
+    return pairs.contiguous().view(torch.int32)
+
+
+def unpack_int4(packed: torch.Tensor, columns: int) -> torch.Tensor:
+    """The inverse of `pack_int4`: int32 [..., C] -> int8 codes [..., columns], columns <= 8 * C."""
+    pairs = packed.contiguous().view(torch.uint8)
+    nibbles = torch.stack((pairs & 0xF, pairs >> 4), dim=-1).flatten(-2)
+    return nibbles[..., :columns].contiguous().view(torch.int8) - 8
+
+
+def dequantize_int4(
+    codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Codes int8 [N, K] times the scale of their group of columns, `scales` [N, groups].
+
+    The product is taken in float32 and then cast to `dtype`.
+    """
+    rows, columns = codes.shape
+    grouped = codes.to(torch.float32).view(rows, scales.shape[1], -1)
+    return (grouped * scales.to(torch.float32)[:, :, None]).view(rows, columns).to(dtype)
+
+
+def dequantize_fp8(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    block: tuple[int, int],
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """F8_E4M3 `weight` [N, K] times the scale of each block of `block` = (rows, columns).
+
+    `scale` is [ceil(N / rows), ceil(K / columns)]; blocks at the lower and right edge may be
+    partial. The product is taken in float32 and then cast to `dtype`.
+    """
+    (rows, columns), (block_rows, block_columns) = weight.shape, block
+    by_row = scale.to(torch.float32).repeat_interleave(block_rows, dim=0)[:rows]
+    values = weight.to(torch.float32)
+    whole = columns // block_columns
+    if whole:
+        inner = values[:, : whole * block_columns].view(rows, whole, block_columns)
+        inner.mul_(by_row[:, :whole, None])
+    if whole * block_columns < columns:
+        values[:, whole * block_columns :].mul_(by_row[:, whole:])
+    return values.to(dtype)

@@ -1,0 +1,276 @@
+"""The one loop: unit by unit, read, quantize, write, commit.
+
+A unit is the embedding, a decoder layer, or the head. Calibrated methods carry the calibration
+state from layer to layer and store it beside the journal, so that a run that was killed goes on
+with the layer it was in. Data-free methods have no state; their units are the same.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfbyte.core import LinearReport, Plan, QuantizedWeight, RunReport, TensorPlan, Unit
+from halfbyte.errors import CheckpointError, ResumeError
+from halfbyte.formats import int4
+from halfbyte.formats.folder import REPORT, WORK, prepare_folder
+from halfbyte.formats.journal import identity_difference
+from halfbyte.formats.shards import ShardReader
+from halfbyte.formats.writer import CheckpointWriter
+from halfbyte.progress import Progress, SilentProgress
+from halfbyte.quantize.recipe import recipe_to_dict
+
+if TYPE_CHECKING:
+    import torch
+
+    from halfbyte.quantize.calibrated import LayerQuantizer
+
+VERSIONED = ("halfbyte", "torch", "transformers", "safetensors")
+"""Packages whose version can change output bytes."""
+
+
+def run(
+    plan: Plan,
+    output: Path,
+    *,
+    tokens: torch.Tensor | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> RunReport:
+    """Carry out a plan into the folder `output`.
+
+    `tokens` int64 [sequences, length] are the calibration tokens, None for a data-free method.
+    With `resume`, an interrupted run of the same plan goes on where it was, bit for bit; a finished
+    one is reported as such. Raises OutputError, ResumeError, CheckpointError, CalibrationError;
+    after any of them the folder is either resumable or untouched.
+    """
+    started = time.monotonic()
+    progress = progress or SilentProgress()
+    identity = run_identity(plan)
+    if resume and (finished := _finished(output, identity)) is not None:
+        return finished
+    prepare_folder(output, plan, resume=resume, overwrite=overwrite)
+    with (
+        ShardReader(plan.checkpoint) as reader,
+        CheckpointWriter(output, plan, identity) as writer,
+    ):
+        _work(plan, reader, writer, tokens, progress)
+        linears = tuple(
+            LinearReport(**report) for c in writer.commits for report in c.record["linears"]
+        )
+        report = RunReport(
+            output=str(output),
+            fingerprint=plan.fingerprint,
+            settings=plan.settings,
+            recipe=identity["recipe"],
+            source=identity["source"]["headers"],
+            versions=identity["versions"],
+            bytes_in=plan.checkpoint.nbytes,
+            bytes_out=plan.bytes_out,
+            shards=writer.shard_hashes(),
+            linears=linears,
+            warnings=plan.warnings,
+            seconds=time.monotonic() - started,
+            peak_bytes=peak_host_bytes(),
+        )
+        writer.finish(output_config(plan), report.to_json())
+    progress.finish()
+    return report
+
+
+def run_identity(plan: Plan) -> dict[str, Any]:
+    """All that a resumed run must share with the run it goes on from, by name.
+
+    Shards are known by size and modification time: hashing a terabyte to find out that nothing
+    changed would cost more than it saves.
+    """
+    path = plan.checkpoint.path
+    return {
+        "recipe": recipe_to_dict(plan.recipe),
+        "settings": asdict(plan.settings),
+        "versions": {name: importlib.metadata.version(name) for name in VERSIONED},
+        "source": {
+            "headers": plan.checkpoint.fingerprint,
+            "shards": {
+                shard: f"{size} bytes modified at {(path / shard).stat().st_mtime_ns} ns"
+                for shard, size in plan.checkpoint.shards.items()
+            },
+        },
+    }
+
+
+def _finished(output: Path, identity: Mapping[str, Any]) -> RunReport | None:
+    """The report of a finished run of the same plan; None when there is no finished run.
+
+    Raises ResumeError when the folder holds a finished run of something else.
+    """
+    path = output / REPORT
+    if not path.exists() or not (output / "config.json").exists():
+        return None
+    stored = json.loads(path.read_text())
+    now = json.loads(json.dumps({**identity, "source": identity["source"]["headers"]}))
+    before = {key: stored.get(key) for key in now}
+    if difference := identity_difference(before, now):
+        raise ResumeError(
+            f"{output} holds the finished output of another run: {difference}",
+            hint="choose another folder with -o DIR, or replace it with --overwrite",
+        )
+    shutil.rmtree(output / WORK, ignore_errors=True)  # a crash came between config.json and this
+    return RunReport.from_json(stored, output=str(output), already_finished=True)
+
+
+def _work(
+    plan: Plan,
+    reader: ShardReader,
+    writer: CheckpointWriter,
+    tokens: torch.Tensor | None,
+    progress: Progress,
+) -> None:
+    """Do what is left of the plan, unit by unit."""
+    done = len(writer.commits)
+    sizes = [sum(t.source.nbytes for t in unit.tensors) for unit in plan.units]
+    progress.start("quantize", sum(sizes), "bytes")
+    if done:
+        progress.note(f"resuming: {done} of {len(plan.units)} units are finished")
+        progress.advance(sum(sizes[:done]))
+    last = max(
+        (i for i, u in enumerate(plan.units) if any(t.action == "quantize" for t in u.tensors)),
+        default=-1,
+    )
+    calibrated = tokens is not None and plan.settings.method != "rtn"
+    layers = _layer_quantizer(plan, reader, tokens) if calibrated and done <= last else None
+    if layers is not None and (state := _latest_state(writer)) is not None:
+        layers.load(state)
+    for i, unit in enumerate(plan.units):
+        if i < done:
+            continue
+        record: dict[str, Any] = {"linears": [], "state": None}
+        in_layers = layers is not None and unit.kind in ("layer", "mtp") and i <= last
+        if in_layers:
+            assert layers is not None
+            reports = layers.run(unit, _emitter(writer))
+            if i < last:
+                record["state"] = f"state-{i}.safetensors"
+                layers.save(writer.work / record["state"])
+        else:
+            reports = []
+        for tensor in unit.tensors:
+            if tensor.action != "quantize" or not in_layers:
+                reports += _convert(tensor, plan, reader, writer)
+        record["linears"] = [asdict(report) for report in reports]
+        writer.commit(unit, record)
+        for stale in writer.work.glob("state-*.safetensors"):
+            if record["state"] is not None and stale.name != record["state"]:
+                stale.unlink()
+        progress.advance(sizes[i])
+        progress.note(_summary(unit, reports))
+
+
+def _layer_quantizer(
+    plan: Plan, reader: ShardReader, tokens: torch.Tensor | None
+) -> LayerQuantizer:
+    import torch
+
+    from halfbyte.calibration.architecture import Architecture
+    from halfbyte.calibration.runner import LayerRunner
+    from halfbyte.quantize.calibrated import LayerQuantizer
+
+    assert tokens is not None
+    settings = plan.settings
+    torch.manual_seed(settings.seed)
+    runner = LayerRunner(
+        Architecture.of(plan.checkpoint),
+        {t.name: t.source for t in plan.tensors},
+        reader,
+        device=settings.device,
+        dtype=getattr(torch, settings.dtype),
+    )
+    return LayerQuantizer(runner, settings, tokens)
+
+
+def _latest_state(writer: CheckpointWriter) -> Path | None:
+    """The state after the last committed layer; None before the first."""
+    names = [c.record["state"] for c in writer.commits if c.record["state"] is not None]
+    if not names:
+        return None
+    path = writer.work / names[-1]
+    if not path.exists():
+        raise ResumeError(
+            f"the calibration state {path} is missing", hint="start again with --overwrite"
+        )
+    return path
+
+
+def _emitter(writer: CheckpointWriter) -> Callable[[TensorPlan, QuantizedWeight], None]:
+    def emit(plan: TensorPlan, quantized: QuantizedWeight) -> None:
+        for name, tensor in int4.pack(plan.name, quantized, plan.source.shape).items():
+            writer.write(name, tensor)
+
+    return emit
+
+
+def _convert(
+    tensor: TensorPlan, plan: Plan, reader: ShardReader, writer: CheckpointWriter
+) -> list[LinearReport]:
+    """Carry out a decision that needs no calibration: copy, dequantize, or plain rounding."""
+    import torch
+
+    if tensor.action == "dequantize":
+        writer.write(tensor.outputs[0].name, reader.read_weight(tensor.source, torch.bfloat16))
+    elif tensor.action == "copy":
+        for part, output in zip(tensor.source.parts.values(), tensor.outputs, strict=True):
+            stored = reader.read(part)
+            if stored.is_floating_point() and not bool(torch.isfinite(stored.float()).all()):
+                raise CheckpointError(f"{part.name} in {part.shard} holds NaN or infinite values")
+            writer.write(output.name, stored)
+    elif tensor.action == "quantize":
+        from halfbyte.quantize.calibrated import report_of
+        from halfbyte.quantize.solver import solve
+
+        assert tensor.scheme is not None
+        weight = reader.read_weight(tensor.source, torch.float32).to(plan.settings.device)
+        solved = solve(weight[None], tensor.scheme, None, plan.settings)
+        quantized, rtn_error = solved.rows(0, 0, weight.shape[0])
+        _emitter(writer)(tensor, quantized)
+        return [report_of(tensor, tensor.scheme, quantized, rtn_error, None)]
+    return []
+
+
+def _summary(unit: Unit, reports: list[LinearReport]) -> str:
+    """What the reader sees of a finished unit."""
+    if not reports:
+        return f"{unit.name}: {len(unit.tensors)} tensors written"
+    error = sum(r.error for r in reports) / len(reports)
+    rtn = sum(r.rtn_error for r in reports) / len(reports)
+    text = f"{unit.name}: {len(reports)} linears quantized, mean error {error:.2e}"
+    if rtn != error:
+        text += f" (rounding alone {rtn:.2e})"
+    if topped_up := sum(
+        r.rung != "routed" for r in reports if r.tokens or r.rung != "weights-only"
+    ):
+        text += f", {topped_up} topped up"
+    if fallbacks := sum(r.fallback is not None for r in reports):
+        text += f", {fallbacks} fell back"
+    return text
+
+
+def output_config(plan: Plan) -> dict[str, Any]:
+    """The source's config.json with `quantization_config` replaced, everything else as it was."""
+    config = {k: v for k, v in plan.checkpoint.config.items() if k != "quantization_config"}
+    if plan.quantization_config is not None:
+        config["quantization_config"] = dict(plan.quantization_config)
+    return config
+
+
+def peak_host_bytes() -> int:
+    """Largest resident size of this process so far."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,233 @@
+"""A plan: everything a run will do, known before the first weight is read.
+
+Checkpoint, recipe and settings go in; for every tensor the plan says what it is made of, what is
+done and what comes out, in which shard and at which byte, and for the whole what the servers will
+be told, what it costs, and what to watch out for. Headers only, no torch, seconds at any size.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any
+
+from halfbyte.core import (
+    Checkpoint,
+    OutputTensor,
+    Plan,
+    Recipe,
+    Rule,
+    Settings,
+    StoredWeight,
+    TensorPlan,
+    Unit,
+    UnitKind,
+    fingerprint,
+)
+from halfbyte.errors import RecipeError
+from halfbyte.formats import int4
+from halfbyte.formats.config import (
+    Storage,
+    config_count,
+    is_linear,
+    make_quantization_config,
+    storage_of,
+    text_config,
+    without_equal_experts,
+)
+from halfbyte.formats.loaders import check_loaders
+from halfbyte.formats.weights import layer_index, logical_weights
+from halfbyte.formats.writer import lay_out_shards
+from halfbyte.quantize.decide import action_on, decide
+from halfbyte.quantize.memory import calibrates, estimate_memory, hidden_bytes
+from halfbyte.quantize.recipe import recipe_to_dict
+
+MAX_SHARD_BYTES = 5_000_000_000
+
+
+def make_plan(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    settings: Settings,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Plan:
+    """Decide every tensor of a checkpoint and lay out the result.
+
+    Raises `RecipeError` when the recipe does not fit the checkpoint, or when neither vLLM nor
+    SGLang could load what it asks for; what only one of them cannot load becomes a warning.
+    """
+    with _collector_paused():
+        return _make_plan(checkpoint, recipe, settings, max_shard_bytes)
+
+
+def _make_plan(
+    checkpoint: Checkpoint, recipe: Recipe, settings: Settings, max_shard_bytes: int
+) -> Plan:
+    model = text_config(checkpoint.config)
+    layers = config_count(model, "num_hidden_layers")
+    weights = logical_weights(checkpoint)
+    tensors = [
+        _tensor_plan(weight, recipe.rules[rule], rule)
+        for weight, rule in decide(recipe, checkpoint, weights)
+    ]
+    units = _units(tensors, layers)
+    shards = lay_out_shards([o for t in tensors for o in t.outputs], max_shard_bytes)
+    modules = without_equal_experts(
+        {t.module: _storage(t) for t in tensors if is_linear(t.source) and t.outputs}
+    )
+    quantization = make_quantization_config(modules, layers)
+    warnings = (
+        *_loader_warnings(quantization, modules, model),
+        *_mtp_warnings(tensors, model, layers),
+        *_calibration_warnings(tensors, settings, model),
+    )
+    state = 2 * hidden_bytes(settings, model)  # that of a layer, beside the one before it
+    side_files = sum((checkpoint.path / name).stat().st_size for name in checkpoint.side_files)
+    return Plan(
+        checkpoint=checkpoint,
+        recipe=recipe,
+        settings=settings,
+        units=units,
+        shards=shards,
+        quantization_config=quantization,
+        memory=estimate_memory(units, settings, model),
+        disk=sum(shard.nbytes for shard in shards) + side_files + state,
+        warnings=warnings,
+        fingerprint=fingerprint(
+            {
+                "checkpoint": checkpoint.fingerprint,
+                "recipe": recipe_to_dict(recipe),
+                "settings": asdict(settings),
+                "max_shard_bytes": max_shard_bytes,
+                "versions": package_versions(),
+            }
+        ),
+    )
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """A plan is made of several hundred thousand small objects without cycles.
+
+    The cyclic collector would walk them all again and again, for a third of the time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def package_versions() -> dict[str, str]:
+    """Versions of the packages that can change output bytes."""
+    return {
+        name: importlib.metadata.version(name)
+        for name in ("halfbyte", "torch", "transformers", "safetensors", "llmcompressor")
+    }
+
+
+def _tensor_plan(weight: StoredWeight, rule: Rule, index: int) -> TensorPlan:
+    action = action_on(weight, rule)
+    outputs: tuple[OutputTensor, ...] = ()
+    if action == "quantize":
+        assert rule.scheme is not None
+        outputs = int4.output_tensors(weight.name, weight.shape, rule.scheme)
+    elif action == "dequantize":
+        outputs = (OutputTensor(weight.name, "BF16", weight.shape),)
+    elif action == "copy":
+        outputs = tuple(
+            # compressed-tensors calls `weight_scale` what block FP8 calls `weight_scale_inv`.
+            OutputTensor(part.name.removesuffix("_inv"), part.dtype, part.shape)
+            if weight.encoding == "fp8"
+            else OutputTensor(part.name, part.dtype, part.shape)
+            for part in weight.parts.values()
+        )
+    scheme = rule.scheme if action == "quantize" else None
+    return TensorPlan(weight, action, scheme, index, outputs)
+
+
+def _storage(tensor: TensorPlan) -> Storage | None:
+    """How a linear will be stored; None for unquantized."""
+    if tensor.action == "quantize":
+        return tensor.scheme
+    return storage_of(tensor.source) if tensor.action == "copy" else None
+
+
+def _units(tensors: list[TensorPlan], layers: int) -> tuple[Unit, ...]:
+    """Group tensors, which come in model order, into what is worked on together."""
+    units = []
+    for (name, kind, index), members in groupby(tensors, lambda t: _unit_of(t.name, layers)):
+        units.append(Unit(name, kind, index, tuple(members)))
+    return tuple(units)
+
+
+def _unit_of(name: str, layers: int) -> tuple[str, UnitKind, int | None]:
+    index = layer_index(name)
+    if index is not None:
+        return f"layers.{index}", "mtp" if index >= layers else "layer", index
+    own = name.removeprefix("language_model.")
+    if own.startswith("model.embed_tokens."):
+        return "embedding", "embedding", None
+    if own.startswith(("model.norm.", "lm_head.")):
+        return "head", "head", None
+    return "other", "other", None
+
+
+def _loader_warnings(
+    quantization: Mapping[str, Any] | None,
+    modules: Mapping[str, Storage | None],
+    model: Mapping[str, Any],
+) -> list[str]:
+    findings = check_loaders(quantization, modules, model)
+    blocked = {finding.loader: finding for finding in findings if finding.blocking}
+    if len(blocked) == 2:
+        raise RecipeError(
+            "neither server could load the result: " + "; ".join(map(str, blocked.values())),
+            hint="leave these tensors unquantized in the recipe",
+        )
+    return [str(finding) for finding in findings]
+
+
+def _mtp_warnings(tensors: list[TensorPlan], model: Mapping[str, Any], layers: int) -> list[str]:
+    announced = config_count(model, "num_nextn_predict_layers")
+    if not announced:
+        return []
+    mtp = [t for t in tensors if (layer_index(t.name) or 0) >= layers]
+    if not mtp:
+        return [
+            f"config.json announces {announced} MTP layer(s), but the checkpoint holds none: "
+            "servers cannot use speculative decoding"
+        ]
+    if dropped := sum(t.action == "drop" for t in mtp):
+        return [
+            f"{dropped} of {len(mtp)} tensors of the MTP layer are dropped, but config.json "
+            "announces it: servers started with speculative decoding will fail"
+        ]
+    return []
+
+
+def _calibration_warnings(
+    tensors: list[TensorPlan], settings: Settings, model: Mapping[str, Any]
+) -> list[str]:
+    """Fewer tokens than input features leave an expert's Hessian without full rank."""
+    chosen = config_count(model, "num_experts_per_tok")
+    experts = config_count(model, "n_routed_experts")
+    quantized = [
+        t.source.shape[1] for t in tensors if t.action == "quantize" and ".experts." in t.name
+    ]
+    if not calibrates(settings) or not quantized or not experts:
+        return []
+    tokens = settings.samples * settings.sequence_length * chosen // experts
+    if tokens >= max(quantized):
+        return []
+    return [
+        f"an expert will see {tokens:,} calibration tokens on average, fewer than its "
+        f"{max(quantized):,} input features; more --samples would help"
+    ]

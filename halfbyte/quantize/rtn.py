@@ -1,0 +1,18 @@
+"""Plain rounding: each weight to the nearest code, on its own."""
+
+from __future__ import annotations
+
+import torch
+
+from halfbyte.core import Scheme
+
+
+def round_to_nearest(weights: torch.Tensor, scales: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """Codes int8 [..., N, K] of `weights` float32 [..., N, K] for `scales` [..., N, groups].
+
+    Half goes to even, as in compressed-tensors; what lies beyond the code range is clipped to it.
+    """
+    grouped = weights.unflatten(-1, (scales.shape[-1], -1))
+    codes: torch.Tensor = (grouped / scales.float().unsqueeze(-1)).round_()
+    codes = codes.clamp_(scheme.code_min, scheme.code_max)
+    return codes.to(torch.int8).flatten(-2)

@@ -1,0 +1,85 @@
+"""Group scales: one positive number per row and group of columns, fixed before any rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from halfbyte.core import ScaleSearch, Scheme
+
+SHRINK_STEP = 0.02
+SMALLEST_SHRINK = 0.4
+"""Normal weights in one group of 6144 want 0.6; heavy tails want less."""
+
+
+def group_scales(
+    weights: torch.Tensor,
+    scheme: Scheme,
+    search: ScaleSearch,
+    importance: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Scales of `weights` float32 [B, N, K] as bfloat16 [B, N, groups], positive and normal.
+
+    `minmax` is compressed-tensors' rule: the largest magnitude of the group over half the code
+    range, 7.5 for INT4. `mse` tries that, the largest magnitude over the largest code (7), and
+    smaller scales, which clip; each group takes what rounds its weights with the least squared
+    error, measured with the scale as it is stored. `importance` float32 [B or 1, K] weighs the
+    squared error of each column.
+    """
+    grouped = weights.unflatten(-1, (scheme.groups(weights.shape[-1]), -1))
+    if search == "minmax":
+        return _stored(grouped.abs().amax(-1) / _half_range(scheme))
+    scales = weights.new_empty(grouped.shape[:-1], dtype=torch.bfloat16)
+    column_weights = None
+    if importance is not None:
+        # Multiplies the error before it is squared.
+        root = importance.sqrt().unflatten(-1, grouped.shape[-2:])
+        column_weights = root.expand(weights.shape[0], -1, -1)
+    # One weight at a time: working memory stays at one matrix whatever the batch.
+    for item, weight in enumerate(grouped):
+        scales[item] = _least_squares_scales(
+            weight, scheme, None if column_weights is None else column_weights[item]
+        )
+    return scales
+
+
+def _least_squares_scales(
+    weight: torch.Tensor, scheme: Scheme, column_weights: torch.Tensor | None
+) -> torch.Tensor:
+    """The grid point with the least error for each group of `weight` [N, groups, group size]."""
+    largest = weight.abs().amax(-1)
+    best = torch.empty_like(largest, dtype=torch.bfloat16)
+    least = torch.full_like(largest, float("inf"))
+    error = torch.empty_like(weight)
+    for divisor in _divisors(scheme):
+        candidate = _stored(largest / divisor)
+        step = candidate.float().unsqueeze(-1)
+        torch.div(weight, step, out=error)
+        error.round_().clamp_(scheme.code_min, scheme.code_max).mul_(step).sub_(weight)
+        if column_weights is not None:
+            error.mul_(column_weights)
+        total = torch.linalg.vector_norm(error, dim=-1)
+        better = total < least
+        torch.where(better, total, least, out=least)
+        torch.where(better, candidate, best, out=best)
+    return best
+
+
+def _divisors(scheme: Scheme) -> Iterator[float]:
+    """What the largest magnitude of a group is divided by, the usual one first: it wins ties."""
+    half_range = _half_range(scheme)
+    yield half_range
+    yield scheme.code_max
+    for i in range(1, round((1 - SMALLEST_SHRINK) / SHRINK_STEP) + 1):
+        yield half_range / (1 - i * SHRINK_STEP)
+
+
+def _half_range(scheme: Scheme) -> float:
+    return (scheme.code_max - scheme.code_min) / 2
+
+
+def _stored(scales: torch.Tensor) -> torch.Tensor:
+    """As the checkpoint holds them. A group of zeros gets the smallest normal number, not zero:
+    loaders take a zero scale for a missing one, and nothing may divide by it."""
+    return scales.bfloat16().clamp_(min=torch.finfo(torch.bfloat16).tiny)

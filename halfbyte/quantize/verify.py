@@ -1,0 +1,268 @@
+"""Checks a finished checkpoint: nothing missing, nothing extra, and every value what it should be.
+
+The folder is opened as a server would, its linears are held against what vLLM and SGLang would
+read from its config, and its shards against the hashes of the run. With the source at hand the plan
+is made again from the recipe in the run's report, and every tensor is compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from halfbyte.core import Checkpoint, Plan, RunReport, StoredWeight
+from halfbyte.errors import CheckpointError, HalfbyteError
+from halfbyte.formats.checkpoint import INDEX_FILE, open_checkpoint
+from halfbyte.formats.config import (
+    config_count,
+    is_linear,
+    storage_of,
+    text_config,
+    without_equal_experts,
+)
+from halfbyte.formats.files import CHUNK
+from halfbyte.formats.folder import REPORT, WORK
+from halfbyte.formats.loaders import check_loaders
+from halfbyte.formats.weights import layer_index, logical_weights, quantization_config
+from halfbyte.progress import Progress, SilentProgress
+from halfbyte.quantize.plan import make_plan
+from halfbyte.quantize.recipe import recipe_from_dict
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """One thing that is not as it should be."""
+
+    kind: str
+    """What was checked: "folder", "report", "loader", "mtp", "hash", "plan", "value", "config"."""
+    name: str
+    """The file, tensor or server it is about."""
+    message: str
+    """What was found and what was expected."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.name}: {self.message}"
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """What was looked at, and everything that was found."""
+
+    shards: int
+    tensors: int
+    """Stored tensors of the folder."""
+    quantized: int
+    """INT4 linears among them."""
+    compared: int
+    """Logical weights whose values were compared with a source."""
+    mismatches: tuple[Mismatch, ...]
+
+
+def verify(
+    folder: Path, source: Path | None = None, *, progress: Progress | None = None
+) -> VerifyResult:
+    """Check the checkpoint in `folder`, against the checkpoint it was made from if that is given.
+
+    Reads every tensor once, holding one weight at a time. Whatever is wrong with `folder` is a
+    mismatch; raises `CheckpointError` only when `source` cannot be opened.
+    """
+    progress = progress or SilentProgress()
+    mismatches = list(_stray_files(folder))
+    try:
+        checkpoint = open_checkpoint(folder)
+        weights = logical_weights(checkpoint)
+        mismatches += [*_total_size(checkpoint), *_loaders(checkpoint, weights)]
+        mismatches += _mtp(checkpoint, weights)
+    except CheckpointError as error:
+        mismatches.append(Mismatch("folder", folder.name, str(error)))
+        return VerifyResult(0, 0, 0, 0, tuple(mismatches))
+    report = _read_report(folder, mismatches)
+    if report is not None:
+        mismatches += _hashes(checkpoint, report, progress)
+    mismatches += _values(checkpoint, weights, progress)
+    if source is not None:
+        mismatches += _against_source(
+            open_checkpoint(source), checkpoint, weights, report, progress
+        )
+    progress.finish()
+    return VerifyResult(
+        shards=len(checkpoint.shards),
+        tensors=len(checkpoint.tensors),
+        quantized=sum(w.encoding == "int4" for w in weights.values()),
+        compared=len(weights) if source is not None else 0,
+        mismatches=tuple(mismatches),
+    )
+
+
+def _stray_files(folder: Path) -> Iterator[Mismatch]:
+    """Weights beside the index, and the remains of a run that did not finish."""
+    if not folder.is_dir():
+        return
+    if (folder / WORK).exists():
+        yield Mismatch("folder", WORK, "is there, so the run that writes this folder is unfinished")
+    try:
+        named = set(json.loads((folder / INDEX_FILE).read_bytes())["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return  # a lone model.safetensors, or what opening the folder will complain about
+    for path in sorted(folder.glob("*.safetensors*")):
+        if path.name not in named and path.name != INDEX_FILE:
+            yield Mismatch("folder", path.name, "is not named by the index")
+
+
+def _read_report(folder: Path, mismatches: list[Mismatch]) -> RunReport | None:
+    """The report of the run that wrote the folder; None when others wrote it."""
+    path = folder / REPORT
+    if not path.exists():
+        return None
+    try:
+        return RunReport.from_json(json.loads(path.read_bytes()), output=str(folder))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        mismatches.append(Mismatch("report", REPORT, f"cannot be read: {error!r}"))
+        return None
+
+
+def _total_size(checkpoint: Checkpoint) -> Iterator[Mismatch]:
+    path = checkpoint.path / INDEX_FILE
+    if path.exists():
+        metadata = json.loads(path.read_bytes()).get("metadata")
+        stated = metadata.get("total_size") if isinstance(metadata, dict) else None
+        if stated is not None and stated != checkpoint.nbytes:
+            message = f"total_size is {stated}, the tensors take {checkpoint.nbytes} bytes"
+            yield Mismatch("folder", INDEX_FILE, message)
+
+
+def _loaders(checkpoint: Checkpoint, weights: Mapping[str, StoredWeight]) -> Iterator[Mismatch]:
+    modules = without_equal_experts(
+        {n.removesuffix(".weight"): storage_of(w) for n, w in weights.items() if is_linear(w)}
+    )
+    config = quantization_config(checkpoint.config)
+    if config.get("quant_method", "compressed-tensors") != "compressed-tensors":
+        return  # an FP8 source: other code of the servers reads it
+    for finding in check_loaders(config, modules, text_config(checkpoint.config)):
+        if finding.blocking:
+            yield Mismatch("loader", finding.loader, finding.message)
+
+
+def _mtp(checkpoint: Checkpoint, weights: Mapping[str, StoredWeight]) -> Iterator[Mismatch]:
+    """Servers read the MTP layers that the config announces from the shards."""
+    model = text_config(checkpoint.config)
+    first = config_count(model, "num_hidden_layers")
+    present = {layer_index(name) for name in weights}
+    for layer in range(first, first + config_count(model, "num_nextn_predict_layers")):
+        if layer not in present:
+            message = "config.json announces this MTP layer, but no tensor of it is stored"
+            yield Mismatch("mtp", f"model.layers.{layer}", message)
+
+
+def _hashes(checkpoint: Checkpoint, report: RunReport, progress: Progress) -> Iterator[Mismatch]:
+    progress.start("hash", sum(checkpoint.shards.values()), "bytes")
+    for shard in sorted(checkpoint.shards.keys() | report.shards.keys()):
+        if shard not in checkpoint.shards or shard not in report.shards:
+            has, lacks = ("report", "folder") if shard in report.shards else ("folder", "report")
+            yield Mismatch("hash", shard, f"is in the {has} but not in the {lacks}")
+            continue
+        digest = hashlib.sha256()
+        with (checkpoint.path / shard).open("rb") as file:
+            while chunk := file.read(CHUNK):
+                digest.update(chunk)
+                progress.advance(len(chunk))
+        if digest.hexdigest() != report.shards[shard]:
+            message = f"SHA-256 is {digest.hexdigest()}, the report says {report.shards[shard]}"
+            yield Mismatch("hash", shard, message)
+
+
+def _values(
+    checkpoint: Checkpoint, weights: Mapping[str, StoredWeight], progress: Progress
+) -> Iterator[Mismatch]:
+    from halfbyte.formats.shards import ShardReader
+    from halfbyte.quantize.compare import weight_fault
+
+    progress.start("check values", checkpoint.nbytes, "bytes")
+    with ShardReader(checkpoint) as reader:
+        for name, weight in weights.items():
+            if (fault := weight_fault(weight, reader)) is not None:
+                yield Mismatch("value", name, fault)
+            progress.advance(weight.nbytes)
+
+
+def _against_source(
+    source: Checkpoint,
+    output: Checkpoint,
+    weights: Mapping[str, StoredWeight],
+    report: RunReport | None,
+    progress: Progress,
+) -> Iterator[Mismatch]:
+    from halfbyte.formats.shards import ShardReader
+    from halfbyte.quantize.compare import difference
+
+    yield from _unchanged_files(source, output)
+    dropped: set[str] = set()
+    if report is not None:
+        try:
+            plan = make_plan(source, recipe_from_dict(report.recipe), report.settings)
+        except HalfbyteError as error:
+            yield Mismatch("plan", source.path.name, f"the plan cannot be made again: {error}")
+        else:
+            dropped = {t.name for t in plan.tensors if t.action == "drop"}
+            yield from _unplanned(plan, output, report)
+    originals = logical_weights(source)
+    for name in weights.keys() - originals.keys():
+        yield Mismatch("plan", name, "has no source")
+    linears = {linear.name: linear for linear in report.linears} if report is not None else {}
+    method = report.settings.method if report is not None else None
+    progress.start("compare", source.nbytes, "bytes")
+    with ShardReader(source) as source_reader, ShardReader(output) as output_reader:
+        for name, original in originals.items():
+            progress.advance(original.nbytes)
+            if name in weights:
+                linear = linears.get(name.removesuffix(".weight"))
+                fallback = linear.fallback if linear is not None else None
+                fault = difference(
+                    original,
+                    source_reader,
+                    weights[name],
+                    output_reader,
+                    linear,
+                    rounded=fallback == "rtn" or method == "rtn",
+                )
+                if fault is not None:
+                    yield Mismatch("value", name, fault)
+            elif name not in dropped:
+                yield Mismatch("plan", name, "is in the source but not in the output")
+
+
+def _unchanged_files(source: Checkpoint, output: Checkpoint) -> Iterator[Mismatch]:
+    """Side files are copies, and so is config.json but for `quantization_config`."""
+    before, after = (
+        {k: v for k, v in c.config.items() if k != "quantization_config"} for c in (source, output)
+    )
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) != after.get(key):
+            message = f"{key} is {after.get(key)!r:.80}, in the source {before.get(key)!r:.80}"
+            yield Mismatch("config", "config.json", message)
+    for name in source.side_files:
+        copy = output.path / name
+        if not copy.is_file() or copy.read_bytes() != (source.path / name).read_bytes():
+            yield Mismatch("folder", name, "is not the file of the source")
+
+
+def _unplanned(plan: Plan, output: Checkpoint, report: RunReport) -> Iterator[Mismatch]:
+    """Differences between the plan, made again, and the headers of the output."""
+    if plan.checkpoint.fingerprint != report.source:
+        yield Mismatch("report", REPORT, f"is of another source than {plan.checkpoint.path.name}")
+    planned = {o.name: (o.dtype, o.shape) for t in plan.tensors for o in t.outputs}
+    stored = {t.name: (t.dtype, t.shape) for t in output.tensors.values()}
+    for name in sorted(planned.keys() | stored.keys()):
+        expected, found = _shown(planned.get(name)), _shown(stored.get(name))
+        if expected != found:
+            yield Mismatch("plan", name, f"is {found}, planned {expected}")
+    if quantization_config(output.config) != (plan.quantization_config or {}):
+        message = "quantization_config is not the planned one"
+        yield Mismatch("config", "config.json", message)
+
+
+def _shown(tensor: tuple[str, tuple[int, ...]] | None) -> str:
+    return "absent" if tensor is None else f"{tensor[0]} {list(tensor[1])}"

@@ -1,0 +1,301 @@
+"""The writer: what it writes is what safetensors reads, and a crash never costs a committed unit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from halfbyte.core import (
+    Checkpoint,
+    MemoryEstimate,
+    OutputTensor,
+    Plan,
+    Recipe,
+    Settings,
+    StoredWeight,
+    TensorPlan,
+    Unit,
+    tensor_bytes,
+)
+from halfbyte.errors import OutputError, ResumeError
+from halfbyte.formats.folder import WORK, prepare_folder
+from halfbyte.formats.writer import CheckpointWriter, lay_out_shards
+
+TENSORS = {
+    "embed.weight": torch.arange(24, dtype=torch.bfloat16).reshape(4, 6),
+    "layers.0.a.weight": torch.randint(-9, 9, (3, 8), dtype=torch.int32),
+    "layers.0.b.weight": torch.randn(5).to(torch.float8_e4m3fn),
+    "layers.1.a.weight": torch.randn(2, 2, dtype=torch.float32),
+    "layers.1.shape": torch.tensor([2, 2]),
+    "head.weight": torch.tensor(1.5, dtype=torch.float16),
+}
+DTYPES = {
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float32: "F32",
+    torch.int64: "I64",
+    torch.float16: "F16",
+}
+UNITS = {"embedding": 1, "layers.0": 2, "layers.1": 2, "head": 1}
+IDENTITY = {"recipe": "r", "settings": {"seed": 0, "method": "rtn"}}
+
+
+def make_plan(source: Path, max_bytes: int = 60, disk: int = 1000) -> Plan:
+    outputs = [OutputTensor(n, DTYPES[t.dtype], tuple(t.shape)) for n, t in TENSORS.items()]
+    left, units = list(outputs), []
+    for name, count in UNITS.items():
+        part, left = left[:count], left[count:]
+        plans = tuple(
+            TensorPlan(StoredWeight(o.name, o.shape, "plain", {}), "copy", None, 0, (o,))
+            for o in part
+        )
+        units.append(Unit(name, "other", None, plans))
+    source.mkdir(exist_ok=True)
+    (source / "tokenizer.json").write_bytes(b'{"x": "\xc3\xa9"}')
+    return Plan(
+        checkpoint=Checkpoint(source, {}, {}, {}, ("tokenizer.json",)),
+        recipe=Recipe("r", "", ()),
+        settings=Settings(),
+        units=tuple(units),
+        shards=lay_out_shards(outputs, max_bytes),
+        quantization_config=None,
+        memory=MemoryEstimate(0, 0, {}),
+        disk=disk,
+        warnings=(),
+        fingerprint="f",
+    )
+
+
+def write_unit(writer: CheckpointWriter, unit: Unit) -> None:
+    for tensor in reversed(unit.tensors):  # any order inside a unit
+        writer.write(tensor.name, TENSORS[tensor.name])
+    writer.commit(unit, {"unit": unit.name})
+
+
+def write_all(folder: Path, plan: Plan, start: int = 0) -> None:
+    with CheckpointWriter(folder, plan, IDENTITY) as writer:
+        for unit in plan.units[start:]:
+            write_unit(writer, unit)
+        writer.finish({"model_type": "x"}, {"report": 1, "shards": writer.shard_hashes()})
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    return make_plan(tmp_path / "source")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_safetensors_reads_what_was_written(tmp_path: Path, plan: Plan) -> None:
+    out = tmp_path / "out"
+    prepare_folder(out, plan, resume=False, overwrite=False)
+    write_all(out, plan)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert list(index["weight_map"]) == list(TENSORS)  # model order
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in TENSORS.values())
+    assert len(set(index["weight_map"].values())) == len(plan.shards) > 2
+    for name, file in index["weight_map"].items():
+        stored = load_file(out / file)[name]
+        assert stored.dtype == TENSORS[name].dtype
+        bits = [t.reshape(-1).view(torch.uint8) for t in (stored, TENSORS[name])]
+        assert torch.equal(*bits)
+        with safe_open(out / file, "pt") as shard:
+            assert shard.metadata() == {"format": "pt"}
+    assert (out / "tokenizer.json").read_bytes() == b'{"x": "\xc3\xa9"}'
+    assert json.loads((out / "config.json").read_text()) == {"model_type": "x"}
+    assert not (out / WORK).exists()
+    assert not list(out.rglob("*.partial"))
+    hashes = json.loads((out / "halfbyte_report.json").read_text())["shards"]
+    assert hashes == {
+        p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in out.glob("*.safetensors")
+    }
+
+
+@pytest.mark.parametrize("units_before_the_crash", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("max_bytes", [60, 10_000])
+def test_resume_gives_the_same_bytes(
+    tmp_path: Path, units_before_the_crash: int, max_bytes: int
+) -> None:
+    plan = make_plan(tmp_path / "source", max_bytes)
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    prepare_folder(whole, plan, resume=False, overwrite=False)
+    write_all(whole, plan)
+    prepare_folder(broken, plan, resume=False, overwrite=False)
+    with CheckpointWriter(broken, plan, IDENTITY) as writer:
+        for unit in plan.units[:units_before_the_crash]:
+            write_unit(writer, unit)
+        for unit in plan.units[units_before_the_crash : units_before_the_crash + 1]:
+            # Half a unit, with other values than the resumed run will write.
+            name = unit.tensors[-1].name
+            writer.write(name, torch.zeros_like(TENSORS[name]))
+    with open(broken / WORK / "journal.jsonl", "ab") as journal:
+        journal.write(b'{"unit": "layers.1", "shar')  # the line that the crash cut
+    assert not (broken / "config.json").exists()
+    prepare_folder(broken, plan, resume=True, overwrite=False)
+    write_all(broken, plan, start=units_before_the_crash)
+    assert contents(broken) == contents(whole)
+
+
+class Crash(BaseException):
+    """The process ends here: no handler of ours may run."""
+
+
+def test_a_crash_before_any_system_call_can_be_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_plan(tmp_path / "source")
+    whole = tmp_path / "whole"
+
+    def write(folder: Path) -> None:
+        prepare_folder(folder, plan, resume=True, overwrite=False)
+        with CheckpointWriter(folder, plan, IDENTITY) as writer:
+            for unit in plan.units[len(writer.commits) :]:
+                write_unit(writer, unit)
+            writer.finish({"model_type": "x"}, {"shards": writer.shard_hashes()})
+
+    calls = left = 0
+
+    def counting(original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls, left
+            calls, left = calls + 1, left - 1
+            if left == 0:
+                raise Crash
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in ("fsync", "replace", "pwrite", "ftruncate", "open", "unlink", "rmdir"):
+        monkeypatch.setattr(os, name, counting(getattr(os, name)))
+    write(whole)
+    total = calls
+    assert total > 60
+    for point in range(1, total + 1):
+        folder = tmp_path / f"crash-{point}"
+        left = point
+        with pytest.raises(Crash):
+            write(folder)
+        left = 0
+        if not (folder / "config.json").exists():  # config.json says that all the rest is there
+            write(folder)
+        shutil.rmtree(folder / WORK, ignore_errors=True)
+        assert contents(folder) == contents(whole), point
+
+
+def test_resume_refuses_another_run_and_names_the_difference(tmp_path: Path, plan: Plan) -> None:
+    out = tmp_path / "out"
+    prepare_folder(out, plan, resume=False, overwrite=False)
+    with CheckpointWriter(out, plan, IDENTITY) as writer:
+        write_unit(writer, plan.units[0])
+    other = {"recipe": "r", "settings": {"seed": 1, "method": "rtn"}}
+    with pytest.raises(ResumeError, match=r"settings\.seed was 0, now 1"):
+        CheckpointWriter(out, plan, other)
+
+
+def test_resume_refuses_a_shard_that_changed(tmp_path: Path, plan: Plan) -> None:
+    out = tmp_path / "out"
+    prepare_folder(out, plan, resume=False, overwrite=False)
+    with CheckpointWriter(out, plan, IDENTITY) as writer:
+        write_unit(writer, plan.units[0])
+        write_unit(writer, plan.units[1])
+    shard = sorted(out.glob("model-*"))[0]
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(ResumeError, match=shard.name):
+        CheckpointWriter(out, plan, IDENTITY)
+
+
+def test_a_unit_is_not_committed_before_it_is_whole(tmp_path: Path, plan: Plan) -> None:
+    out = tmp_path / "out"
+    prepare_folder(out, plan, resume=False, overwrite=False)
+    with CheckpointWriter(out, plan, IDENTITY) as writer:
+        write_unit(writer, plan.units[0])
+        writer.write("layers.0.a.weight", TENSORS["layers.0.a.weight"])
+        with pytest.raises(AssertionError, match="lacks 1 tensors, layers.0.b.weight"):
+            writer.commit(plan.units[1], {})
+        with pytest.raises(AssertionError, match="written twice"):
+            writer.write("layers.0.a.weight", TENSORS["layers.0.a.weight"])
+        with pytest.raises(AssertionError, match="not planned"):
+            writer.write("layers.9", TENSORS["layers.0.a.weight"])
+        with pytest.raises(AssertionError, match=r"planned F8_E4M3 \[5\]"):
+            writer.write("layers.0.b.weight", torch.zeros(5))
+        with pytest.raises(AssertionError, match="1 of 4 units"):
+            writer.finish({}, {})
+
+
+def test_output_folder_is_refused(tmp_path: Path, plan: Plan) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "thesis.txt").write_text("mine")
+    with pytest.raises(OutputError, match=r"not empty.*thesis\.txt"):
+        prepare_folder(full, plan, resume=False, overwrite=False)
+    with pytest.raises(OutputError, match="not written by halfbyte"):
+        prepare_folder(full, plan, resume=False, overwrite=True)
+    assert (full / "thesis.txt").read_text() == "mine"
+    with pytest.raises(OutputError, match="is a file"):
+        prepare_folder(full / "thesis.txt", plan, resume=False, overwrite=False)
+    with pytest.raises(OutputError, match="cannot write"):
+        prepare_folder(Path("/proc/halfbyte"), plan, resume=False, overwrite=False)
+    with pytest.raises(OutputError, match="lies in the source"):
+        prepare_folder(tmp_path / "source" / "out", plan, resume=False, overwrite=False)
+    with pytest.raises(OutputError, match="too small"):
+        prepare_folder(
+            tmp_path / "out",
+            make_plan(tmp_path / "source", disk=1 << 60),
+            resume=False,
+            overwrite=False,
+        )
+
+
+def test_overwrite_clears_what_an_earlier_run_left(tmp_path: Path, plan: Plan) -> None:
+    out = tmp_path / "out"
+    prepare_folder(out, plan, resume=False, overwrite=False)
+    write_all(out, plan)
+    before = contents(out)
+    (out / "stray.safetensors").write_bytes(b"")
+    prepare_folder(out, plan, resume=False, overwrite=True)
+    write_all(out, plan)
+    assert contents(out) == before
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["I64", "F32", "BF16", "F8_E4M3"]), st.integers(1, 40)),
+        min_size=1,
+        max_size=30,
+    ),
+    st.integers(1, 400),
+)
+def test_layout_is_complete_aligned_and_within_bounds(
+    sizes: list[tuple[str, int]], max_bytes: int
+) -> None:
+    outputs = [OutputTensor(f"t{i}", dtype, (n,)) for i, (dtype, n) in enumerate(sizes)]
+    shards = lay_out_shards(outputs, max_bytes)
+    assert [n for s in shards for n in s.offsets] == [o.name for o in outputs]
+    dtype_of = {o.name: o for o in outputs}
+    for shard in shards:
+        position = len(shard.header)
+        assert position % 8 == 0
+        for name, (begin, end) in shard.offsets.items():
+            output = dtype_of[name]
+            assert begin == position
+            assert begin % tensor_bytes(output.dtype, (1,)) == 0
+            assert end - begin == output.nbytes
+            position = end
+        assert position == shard.nbytes
+        assert shard.nbytes - len(shard.header) <= max_bytes or len(shard.offsets) == 1

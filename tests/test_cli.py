@@ -1,0 +1,411 @@
+"""The command line: what is typed, what is printed where, and how it exits."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+
+import halfbyte
+from halfbyte import cli
+from halfbyte.errors import CheckpointError, UsageError
+from halfbyte.evals.gate import gate as judge
+from halfbyte.evals.report import (
+    EvalReport,
+    Item,
+    MetricScores,
+    TaskResults,
+    TaskScores,
+    TaskSettings,
+)
+
+
+class Outcome(NamedTuple):
+    exit_code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def document(self) -> Any:
+        return json.loads(self.stdout)
+
+
+Quantize = Callable[..., Outcome]
+
+
+@pytest.fixture
+def quantize(capsys: pytest.CaptureFixture[str]) -> Quantize:
+    """Runs a command line in this process."""
+
+    def run(*words: object) -> Outcome:
+        capsys.readouterr()
+        try:
+            code: Any = cli.main([str(word) for word in words])
+        except SystemExit as exit_:
+            code = exit_.code
+        return Outcome(code or 0, *capsys.readouterr())
+
+    return run
+
+
+# Words.
+
+
+@pytest.mark.parametrize(
+    ("typed", "called"),
+    [
+        (["GLM-FP8", "--to", "int4"], ["run", "GLM-FP8", "--to", "int4"]),
+        (["zai-org/GLM-5.2-FP8"], ["run", "zai-org/GLM-5.2-FP8"]),
+        (["run", "model"], ["run", "model"]),
+        (["plan", "model"], ["plan", "model"]),
+        (["--version"], ["--version"]),
+        (["-h"], ["-h"]),
+        ([], []),
+    ],
+)
+def test_run_is_the_default_command(typed: list[str], called: list[str]) -> None:
+    assert cli.insert_run(typed) == called
+
+
+def test_a_folder_named_like_a_command_is_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="plans is neither a command nor a folder"):
+        cli.insert_run(["plans"])
+    (tmp_path / "plans").mkdir()
+    assert cli.insert_run(["plans"]) == ["run", "plans"]
+
+
+def test_every_name_that_models_lists_can_be_typed() -> None:
+    from halfbyte.models import MODELS
+
+    for model in MODELS:
+        assert cli.insert_run([model.alias]) == ["run", model.alias]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["plna", "x"], "did you mean `quantize plan`?"),
+        (["plan"], "Missing argument 'SOURCE'"),
+        (["plan", ".", "--bits", "4"], "No such option: --bits"),
+        (["plan", ".", "--group-size", "33"], "'33' is not one of"),
+        (["plan", ".", "--device", "tpu"], "'tpu' is not auto, cpu, cuda or cuda:<n>"),
+        (["run", ".", "--samples", "0"], "greater than or equal to 1"),
+        (["run", ".", "--to", "int3"], "'int3' is not"),
+        (["run", ".", "--resume", "--overwrite"], "exclude each other"),
+        (["run", "."], "quantize . --to int4 --calibration text.jsonl"),
+        (["run", ".", "--method", "rtn", "--calibration", "a.txt"], "rtn uses no text"),
+        (["plan", ".", "--method", "rtn", "--engine", "llmcompressor"], "solves gptq only"),
+        (["eval", "."], "nothing to measure"),
+        (["eval", ".", "--tasks", ".", "--baseline", "."], "add --text"),
+        (["eval", ".", "--text", "a.txt", "--task", "a"], "add --tasks FOLDER"),
+    ],
+)
+def test_wrong_usage_exits_2(quantize: Quantize, words: list[str], message: str) -> None:
+    outcome = quantize(*words)
+    assert (outcome.exit_code, outcome.stdout) == (2, "")
+    assert message in outcome.stderr
+
+
+def test_version(quantize: Quantize) -> None:
+    assert quantize("--version") == (0, f"quantize {halfbyte.__version__}\n", "")
+
+
+@pytest.mark.parametrize("words", [[], *([name] for name in cli.COMMANDS)])
+def test_help_fits_a_terminal_and_shows_examples(
+    quantize: Quantize, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    outcome = quantize(*words, "-h")
+    assert (outcome.exit_code, outcome.stderr) == (0, "")
+    assert max(map(len, outcome.stdout.splitlines())) <= 80
+    assert "Examples:\n    quantize " in outcome.stdout
+
+
+def without_torch(*words: object) -> Outcome:
+    """Runs a command line in a process of its own that must not load torch."""
+    code = (
+        "import sys; from halfbyte.cli import main\n"
+        f"try: code = main({[str(word) for word in words]!r})\n"
+        "except SystemExit as exit: code = exit.code\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+        "sys.exit(code)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return Outcome(result.returncode, result.stdout, result.stderr)
+
+
+def test_help_plan_and_inspect_do_not_import_torch(tiny: Path) -> None:
+    for words in (["--help"], ["models"], ["plan", tiny, "--json"], ["inspect", tiny, "--json"]):
+        outcome = without_torch(*words)
+        assert (outcome.exit_code, outcome.stderr) == (0, ""), words
+    outcome = without_torch("run", tiny, "--dry-run", "--json")
+    assert outcome.document["source"] == str(tiny)
+
+
+# Results.
+
+
+def test_plan_adds_up(quantize: Quantize, tiny: Path) -> None:
+    human, document = quantize("plan", tiny), quantize("plan", tiny, "--json").document
+    files = sum(file.stat().st_size for file in tiny.glob("*.safetensors"))
+    assert sum(rule["bytes_in"] for rule in document["rules"]) == document["bytes_in"] < files
+    assert sum(rule["bytes_out"] for rule in document["rules"]) == document["bytes_out"]
+    assert "quantize INT4 g32" in human.stdout
+    assert "peak memory  host" in human.stdout
+    assert quantize("plan", tiny, "--quiet") == (0, "", "")
+
+
+def test_inspect_counts_what_the_headers_hold(quantize: Quantize, tiny: Path) -> None:
+    document = quantize("inspect", tiny, "--json").document
+    assert (document["layers"], document["mtp_layers"], document["experts"]) == (4, [4], 4)
+    assert document["fp8_block"] == [128, 128]
+    assert sum(row["tensors"] for row in document["patterns"]) == document["tensors"]
+    assert sum(row["bytes"] for row in document["dtypes"].values()) == document["bytes"]
+    names = {row["pattern"]: row for row in document["patterns"]}
+    # 3 MoE layers and the MTP layer, 4 experts each.
+    assert names["model.layers.*.mlp.experts.*.up_proj.weight"]["tensors"] == 16
+    assert (
+        "4 layers and an MTP layer at index 4, 4 routed experts" in quantize("inspect", tiny).stdout
+    )
+
+
+def test_run_prints_one_result_in_each_mode(quantize: Quantize, tiny: Path, tmp_path: Path) -> None:
+    def run(output: Path, *words: str) -> Outcome:
+        return quantize(tiny, "--to", "int4", "--method", "rtn", "-o", output, *words)
+
+    human = run(tmp_path / "human")
+    assert human.exit_code == 0
+    assert f"{tmp_path / 'human'}: " in human.stdout
+    assert run(tmp_path / "quiet", "-q") == (0, f"{tmp_path / 'quiet'}\n", "")
+    document = run(tmp_path / "json", "--json").document
+    assert document["schema_version"] == 1
+    assert document["output"] == str(tmp_path / "json")
+    assert set(document["shards"]) == {file.name for file in tmp_path.glob("json/*.safetensors")}
+
+    again = run(tmp_path / "json", "--json")
+    assert (again.exit_code, again.stdout) == (1, "")
+    assert "--resume" in again.stderr
+    resumed = run(tmp_path / "json", "--resume")
+    assert (resumed.exit_code, resumed.stdout) == (
+        0,
+        f"{tmp_path / 'json'} is finished already\n",
+    )
+
+
+def test_verify_exits_1_on_a_mismatch(quantize: Quantize, tiny: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    quantize(tiny, "--to", "int4", "--method", "rtn", "-o", output, "-q")
+    good = quantize("verify", output, "--source", tiny, "--json")
+    assert (good.exit_code, good.document["ok"], good.document["mismatches"]) == (0, True, [])
+    config = json.loads((output / "config.json").read_text())
+    config["quantization_config"]["ignore"] = []
+    (output / "config.json").write_text(json.dumps(config))
+    bad = quantize("verify", output)
+    assert bad.exit_code == 1
+    assert re.search(r"checked: \d+ mismatch", bad.stdout)
+    assert quantize("verify", output, "-q")[:2] == (1, "")
+
+
+def test_eval_measures_text_and_saves_what_it_found(
+    quantize: Quantize, tiny: Path, tmp_path: Path
+) -> None:
+    text, saved = tmp_path / "text.txt", tmp_path / "evaluation.json"
+    text.write_text("the quick brown fox jumps over the lazy dog " * 20)
+    words = ["eval", tiny, "--text", text, "--baseline", tiny, "--sequence-length", 16]
+    outcome = quantize(*words, "--max-windows", 2, "--json", "-o", saved)
+    assert (outcome.exit_code, outcome.stderr) == (0, "")
+    measured = outcome.document["text"]
+    assert measured["tokens"] == 2 * 15
+    assert measured["divergence"]["mean_kl"] == pytest.approx(0, abs=1e-6)
+    assert measured["divergence"]["top1_agreement"] == 1
+    assert json.loads(saved.read_text()) == outcome.document
+    assert quantize(*words, "-q", "-o", saved)[:2] == (0, f"{saved}\n")
+    table = quantize(*words).stdout.splitlines()
+    assert any(re.fullmatch(r"top-1 agreement % +100\.00", line) for line in table)
+
+
+def evaluation(path: Path, right: int, of: int = 1000, task: str = "arithmetic") -> Path:
+    """Saves the scores of a made-up task with `right` answers right."""
+    items = tuple(Item(task, i, f"{i:016x}", f"{i:016x}", f"{i:016x}") for i in range(of))
+    values = tuple(float(i < right) for i in range(of))
+    scores = TaskScores(task, "1", items, (MetricScores("acc", "none", True, values),), "0" * 64)
+    settings = TaskSettings(None, 8, 1024, "float32", {"lm_eval": "0.4.13"})
+    EvalReport("folder", "0" * 64, tasks=TaskResults(settings, (scores,))).write(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("right", "task", "margin", "exit_code", "verdict"),
+    [
+        (892, "arithmetic", "0.8", 0, "pass"),
+        (891, "arithmetic", "0.8", 3, "fail"),
+        (891, "arithmetic", "0.9", 0, "pass"),
+        (900, "another", "0.8", 5, "invalid"),
+    ],
+)
+def test_gate_exit_codes(
+    quantize: Quantize,
+    tmp_path: Path,
+    right: int,
+    task: str,
+    margin: str,
+    exit_code: int,
+    verdict: str,
+) -> None:
+    baseline = evaluation(tmp_path / "baseline.json", 900)
+    candidate = evaluation(tmp_path / "candidate.json", right, task=task)
+    words = ("gate", baseline, candidate, "--margin", margin)
+    human, document = quantize(*words), quantize(*words, "--json")
+    assert (human.exit_code, document.exit_code) == (exit_code, exit_code)
+    assert f"gate: {verdict}" in human.stdout
+    assert document.document["verdict"] == verdict
+    assert quantize(*words, "--quiet") == (exit_code, "", "")
+
+
+def test_demo_ends_with_one_table_and_the_verdict(
+    quantize: Quantize, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_demo(output: Path, progress: object) -> SimpleNamespace:
+        print("chatter")
+        fp8 = EvalReport.read(evaluation(tmp_path / "fp8.json", 900))
+        gptq = EvalReport.read(evaluation(tmp_path / "gptq.json", 880))
+        return SimpleNamespace(
+            output=str(output),
+            variants=(
+                SimpleNamespace(name="FP8", nbytes=12_000_000, evaluation=fp8),
+                SimpleNamespace(name="GPTQ", nbytes=7_000_000, evaluation=gptq),
+            ),
+            verdict=judge(fp8, gptq),
+        )
+
+    monkeypatch.setitem(sys.modules, "halfbyte.evals.demo", SimpleNamespace(run_demo=run_demo))
+    outcome = quantize("demo", "-o", tmp_path / "demo")
+    assert outcome.exit_code == 3
+    assert outcome.stdout.splitlines() == [
+        "measure                FP8     GPTQ",
+        "───────────────────────────────────",
+        "size               12.0 MB   7.0 MB",
+        "arithmetic acc %     90.00    88.00",
+        "",
+        "gate: fail (a task may drop by 0.8 points)",
+        "- arithmetic acc,none drops by 2.000 points (900 to 880 of 1000), more than 0.8",
+    ]
+    assert quantize("demo", "-q", "-o", tmp_path)[:2] == (3, f"{tmp_path}\n")
+    document = quantize("demo", "--json", "-o", tmp_path).document
+    assert (document["gate"]["verdict"], document["variants"][1]["bytes"]) == ("fail", 7_000_000)
+
+
+def test_models_lists_names(quantize: Quantize) -> None:
+    assert "zai-org/GLM-5.2-FP8" in quantize("models").stdout
+    models = quantize("models", "--json").document["models"]
+    assert "glm-5.2" in [model["alias"] for model in models]
+
+
+def test_env_lists_versions(quantize: Quantize) -> None:
+    document = quantize("env", "--json").document
+    assert document["halfbyte"] == halfbyte.__version__
+    assert document["packages"]["transformers"].startswith("5.")
+    assert "torch" in quantize("env").stdout
+
+
+# Failures.
+
+
+@contextmanager
+def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> Iterator[None]:
+    """Inside, opening a checkpoint fails with `error`."""
+
+    def fail(path: Path) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("halfbyte.formats.checkpoint.open_checkpoint", fail)
+        yield
+
+
+@pytest.mark.parametrize("mode", [[], ["--json"], ["-q"]])
+def test_failures_print_nothing_on_stdout(
+    quantize: Quantize, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: list[str]
+) -> None:
+    with failing(monkeypatch, CheckpointError("a is short", hint="copy it")):
+        outcome = quantize("inspect", tmp_path, *mode)
+    assert outcome == (1, "", "error: a is short\nhint: copy it\n")
+
+
+def test_a_bug_says_how_to_see_its_traceback(
+    quantize: Quantize, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("HALFBYTE_DEBUG", raising=False)
+    with failing(monkeypatch, KeyError("gone")):
+        outcome = quantize("inspect", tmp_path)
+        assert (outcome.exit_code, outcome.stdout) == (1, "")
+        assert "error: unexpected KeyError: 'gone'" in outcome.stderr
+        assert "HALFBYTE_DEBUG=1" in outcome.stderr
+        assert "Traceback" not in outcome.stderr
+        monkeypatch.setenv("HALFBYTE_DEBUG", "1")
+        assert "Traceback" in quantize("inspect", tmp_path).stderr
+
+
+def test_a_bad_environment_variable_is_an_error(
+    quantize: Quantize, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HALFBYTE_DEBUG", "maybe")
+    outcome = quantize("models")
+    assert (outcome.exit_code, outcome.stdout) == (2, "")
+    assert "HALFBYTE_DEBUG is 'maybe'" in outcome.stderr
+
+
+def test_ctrl_c_exits_130(
+    quantize: Quantize, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with failing(monkeypatch, KeyboardInterrupt()):
+        outcome = quantize("inspect", tmp_path)
+    assert (outcome.exit_code, outcome.stdout) == (130, "")
+
+
+def test_an_interrupted_run_says_how_to_go_on(
+    quantize: Quantize, monkeypatch: pytest.MonkeyPatch, tiny: Path, tmp_path: Path
+) -> None:
+    from halfbyte.quantize import pipeline
+
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, "run", interrupted)
+    words = [tiny, "--method", "rtn", "-o", tmp_path / "out"]
+    monkeypatch.setattr(sys, "argv", ["quantize", *map(str, words)])
+    outcome = quantize(*words, "--json")
+    assert (outcome.exit_code, outcome.stdout) == (130, "")
+    assert f"hint: go on with: quantize {tiny} --method rtn -o {tmp_path}/out --resume" in (
+        outcome.stderr
+    )
+
+
+def test_unknown_sources_are_explained(quantize: Quantize, tmp_path: Path) -> None:
+    outcome = quantize("glm-5.2", "--to", "int4")
+    assert outcome.exit_code == 1
+    assert "hf download zai-org/GLM-5.2-FP8" in outcome.stderr
+    assert quantize("plan", tmp_path / "absent").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "output"),
+    [
+        ("models/GLM-5.2-FP8", "GLM-5.2-INT4"),
+        ("glm-nano-fp8/", "glm-nano-INT4"),
+        ("Kimi-K2", "Kimi-K2-INT4"),
+    ],
+)
+def test_default_output(source: str, output: str) -> None:
+    assert cli.convert.default_output(Path(source)) == Path(output)

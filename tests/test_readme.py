@@ -1,0 +1,85 @@
+"""What the README tells a reader to type exists and is what CI runs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from halfbyte.cli import COMMANDS, app, insert_run
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md"]
+TARGETS = set(re.findall(r"^([a-z]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
+
+
+def code_lines(page: str) -> list[str]:
+    """Lines of a page's indented code blocks, comments after the command dropped."""
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
+    lines = re.findall(r"^ {4}(\S.*)$", text, re.MULTILINE)
+    return [shlex.join(shlex.split(line, comments=True)) for line in lines]
+
+
+def test_the_first_two_commands() -> None:
+    assert code_lines("README.md")[:2] == ["make demo", "make test"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_make_targets_exist(page: str) -> None:
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
+    in_prose = re.findall(r"`make ([a-z]+)", text)
+    in_code = [line.split()[1] for line in code_lines(page) if line.startswith("make ")]
+    assert {*in_prose, *in_code} <= TARGETS
+
+
+@pytest.mark.parametrize(
+    "line", [line for page in PAGES for line in code_lines(page) if line.startswith("quantize ")]
+)
+def test_quantize_commands_exist(line: str) -> None:
+    command, *words = insert_run(line.split()[1:])
+    assert command in COMMANDS
+    options = CliRunner().invoke(app, [command, "--help"], prog_name="quantize").stdout
+    for word in words:
+        if word.startswith("-"):
+            assert re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", options), word
+
+
+def test_ci_runs_the_test_command_and_the_checks() -> None:
+    script = (REPOSITORY / ".ci" / "run").read_text().splitlines()
+    assert {"set -euo pipefail", "make test", "make check"} <= set(script)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files(page: str) -> None:
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+        assert ((REPOSITORY / page).parent / target).exists(), target
+
+
+def test_generated_pages_are_fresh() -> None:
+    tool = [sys.executable, str(REPOSITORY / "tools" / "generate_docs.py"), "--check"]
+    result = subprocess.run(tool, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_lock_pins_every_requirement_and_travels() -> None:
+    """No version of one machine only, and all that pyproject.toml asks for."""
+    lines = (REPOSITORY / "requirements.lock").read_text().splitlines()
+    pins = [line for line in lines if not line.startswith("#")]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][0-9a-z.]*", pin) for pin in pins)
+    pinned = {normal_name(pin.split("==")[0]) for pin in pins}
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    names = {normal_name(match[0]) for w in wanted if (match := re.match(r"[\w.-]+", w))}
+    assert names - pinned == set()
+
+
+def normal_name(name: str) -> str:
+    """A distribution's name in the spelling that indexes compare (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
