@@ -73,7 +73,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder as its headers describe it. Made only by `formats.checkpoint.open_checkpoint`."""
+    """A checkpoint folder as its headers say; made by `formats.checkpoint.open_checkpoint`."""
 
     path: Path
     config: Mapping[str, Any]
@@ -124,7 +124,7 @@ class StoredWeight:
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Symmetric integer weight quantization; maps one to one to compressed-tensors `QuantizationArgs`."""
+    """Symmetric integer weights; maps one to one to compressed-tensors' `QuantizationArgs`."""
 
     bits: int = 4
     group_size: int | None = 32
@@ -154,7 +154,7 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One line of a recipe: tensors whose whole name matches `pattern` get `action`, because of `reason`."""
+    """A recipe's line: tensors whose whole name matches `pattern` get `action`, for `reason`."""
 
     pattern: str
     action: Action
@@ -190,6 +190,8 @@ class Settings:
     """Hash of the token ids the model is calibrated on; None for data-free methods."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
+    threads: int | None = None
+    """CPU threads, which decide the order of sums and so the last bits; None is torch's own."""
     seed: int = 0
 
 
@@ -231,7 +233,7 @@ UnitKind = Literal["embedding", "layer", "head", "mtp", "other"]
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is read, quantized, written and committed together: a decoder layer, the embedding, the head."""
+    """What is read, quantized and committed together: a decoder layer, the embedding, the head."""
 
     name: str
     """"embedding", "layers.<i>", "head" or "other"."""
@@ -243,7 +245,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """One output shard, byte for byte but for the data: header first, then each tensor at its offset."""
+    """One output shard but for the data: the header, then each tensor at its offset."""
 
     file: str
     header: bytes
@@ -266,7 +268,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do, complete before the first weight is read. Made only by `quantize.plan.make_plan`."""
+    """What a run will do, complete before it reads a weight; made by `quantize.plan.make_plan`."""
 
     checkpoint: Checkpoint
     recipe: Recipe
@@ -274,7 +276,7 @@ class Plan:
     units: tuple[Unit, ...]
     shards: tuple[ShardLayout, ...]
     quantization_config: Mapping[str, Any] | None
-    """What the output's config.json says under `quantization_config`; None when nothing is quantized."""
+    """`quantization_config` of the output's config.json; None when nothing is quantized."""
     memory: MemoryEstimate
     disk: int
     """Bytes the output folder will take, state kept for `--resume` included."""
@@ -325,6 +327,8 @@ class LinearReport:
     error: float
     rtn_error: float
     """The same error measure for plain rounding with the same scales."""
+    weight_error: float
+    """|W - Q|² / |W|², whatever the inputs: what a reader of the checkpoint can check."""
     tokens: int
     rung: Rung
     fallback: str | None
@@ -336,7 +340,7 @@ _VOLATILE = ("output", "seconds", "peak_bytes", "already_finished")
 
 @dataclass(frozen=True)
 class RunReport:
-    """Result of a run. All but `seconds` and `peak_bytes` is deterministic and stored beside the weights."""
+    """Result of a run. What `to_json` gives is deterministic and stored beside the weights."""
 
     output: str
     fingerprint: str

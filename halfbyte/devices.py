@@ -35,6 +35,13 @@ def expected_device(option: str) -> str:
     return _numbered(option)
 
 
+def cpu_threads(device: str) -> int | None:
+    """Threads torch computes with on the CPU (`OMP_NUM_THREADS`, or the cores); None on a GPU."""
+    import torch
+
+    return torch.get_num_threads() if device == "cpu" else None
+
+
 def resolve_dtype(option: str, device: str) -> Literal["float32", "bfloat16"]:
     """`auto`, `float32` or `bfloat16` to the dtype of activations: bfloat16 where GPUs have it."""
     if option == "bfloat16" or (option == "auto" and device != "cpu"):

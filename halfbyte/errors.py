@@ -22,7 +22,7 @@ class UnsupportedModelError(HalfbyteError):
 
 
 class RecipeError(HalfbyteError):
-    """A recipe that does not parse, does not cover a tensor, or asks for what servers cannot load."""
+    """A recipe that does not parse, leaves a tensor out, or asks for what servers cannot load."""
 
 
 class CalibrationError(HalfbyteError):

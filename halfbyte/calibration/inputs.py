@@ -105,8 +105,10 @@ def collect_linear_inputs(
 class ExpertInputs:
     """Statistics of the routed experts of one layer, each topped up where its tokens are few."""
 
-    def __init__(self, routing: Routing) -> None:
+    def __init__(self, routing: Routing, layer: str) -> None:
+        """`layer` names the experts' layer in errors."""
         self._routing = routing
+        self._layer = layer
         self._layer_moment: torch.Tensor | None = None
 
     def gate_up(self, expert: int) -> InputStats | None:
@@ -117,7 +119,7 @@ class ExpertInputs:
         total = second_moment(routing.hidden[routing.rows(expert)])
         if missing:
             total += missing * self._layer_mean()
-        return _stats(total, own, missing)
+        return self._stats(total, own, missing)
 
     def down(
         self, runner: LayerRunner, inner: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
@@ -141,7 +143,7 @@ class ExpertInputs:
                 .long()
             )
             total += second_moment(runner.inner(everything[spread], gate, up))
-        return _stats(total, own, missing)
+        return self._stats(total, own, missing)
 
     def _missing(self, own: int, features: int) -> int:
         available = self._routing.hidden.shape[0]
@@ -156,9 +158,9 @@ class ExpertInputs:
             self._layer_moment = total / hidden.shape[0]
         return self._layer_moment
 
-
-def _stats(total: torch.Tensor, own: int, missing: int) -> InputStats | None:
-    if own + missing == 0:
-        return None
-    rung: Rung = "routed" if not missing else "blended" if own else "all-tokens"
-    return InputStats(total / (own + missing), own, rung)
+    def _stats(self, total: torch.Tensor, own: int, missing: int) -> InputStats | None:
+        if own + missing == 0:
+            return None
+        rung: Rung = "routed" if not missing else "blended" if own else "all-tokens"
+        stats = InputStats(total / (own + missing), own, rung)
+        return checked(stats, f"the experts of {self._layer}")

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from halfbyte.calibration.architecture import Architecture
+from halfbyte.calibration.indexer import SlicedIndexer
 from halfbyte.core import StoredWeight
 from halfbyte.errors import CalibrationError, CheckpointError
 from halfbyte.formats.shards import ShardReader
@@ -150,6 +152,9 @@ class LayerRunner:
         layer = self.architecture.layer(index)
         if hasattr(layer.mlp, "experts"):
             layer.mlp.experts = _ExpertsTakenOut()
+        attention: Any = layer.self_attn
+        if getattr(attention, "indexer", None) is not None:
+            attention.indexer = SlicedIndexer(attention.indexer)
         prefix = self.architecture.layer_name(index)
         for name, empty in [*layer.named_parameters(), *layer.named_buffers()]:
             # The router decides in float32 in the reference; so do the indexer's head weights.
@@ -185,9 +190,10 @@ class LayerRunner:
         if topk is not None:
             mask = torch.ones(length, length, dtype=torch.bool, device=self.device).tril()
             mask = mask[None, None]
+            attention: Any = layer.self_attn
             if length <= topk:
                 # The indexer would select every token: give it that instead of running it.
-                layer.self_attn.indexer = None
+                attention.indexer = None
         selected = []
         for rows in batches(*state.hidden.shape[:2]):
             kwargs = {}

@@ -160,7 +160,7 @@ def _settings(
 ) -> Settings:
     """The settings of a run; `planning` asks for a device without importing torch."""
     from halfbyte.core import Settings
-    from halfbyte.devices import expected_device, resolve_device, resolve_dtype
+    from halfbyte.devices import cpu_threads, expected_device, resolve_device, resolve_dtype
 
     if engine == "llmcompressor" and method == "rtn":
         raise UsageError("--engine llmcompressor solves gptq only", hint="drop --method rtn")
@@ -172,6 +172,7 @@ def _settings(
         sequence_length=sequence_length,
         dtype=resolve_dtype(dtype, device),
         device=device,
+        threads=None if planning else cpu_threads(device),
         seed=seed,
     )
 

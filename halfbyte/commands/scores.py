@@ -105,7 +105,8 @@ def gate_lines(verdict: GateVerdict) -> list[str]:
 def demo_table(report: DemoReport) -> Table:
     """A column per checkpoint; size, text metrics and task scores in the rows."""
     columns = [_demo_column(variant) for variant in report.variants]
-    names = list(dict.fromkeys(name for column in columns for name in column))
+    # The last column has every measure; the source diverges from nothing.
+    names = list(dict.fromkeys(name for column in reversed(columns) for name in column))
     return Table(
         columns=(Column("measure"), *(Column(v.name, number=True) for v in report.variants)),
         rows=tuple((name, *(column.get(name, "-") for column in columns)) for name in names),

@@ -48,7 +48,8 @@ def prepare_folder(folder: Path, plan: Plan, *, resume: bool, overwrite: bool) -
     free = shutil.disk_usage(folder).free
     if free + written < plan.disk:
         raise OutputError(
-            f"the disk of {folder} is too small: {plan.disk - written:,} bytes needed, {free:,} free",
+            f"the disk of {folder} is too small: {plan.disk - written:,} bytes needed, "
+            f"{free:,} free",
             hint="free some space or choose another folder with -o DIR",
         )
 

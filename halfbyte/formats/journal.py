@@ -87,7 +87,7 @@ class Journal:
 
 
 def identity_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """The first key whose value differs, as "<key> was <a>, now <b>"; nested keys joined by dots."""
+    """The first value that differs, as "<key> was <a>, now <b>"; nested keys joined by dots."""
     for key in sorted(set(before) | set(now)):
         old, new = before.get(key), now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):

@@ -1,4 +1,4 @@
-"""Writes a planned checkpoint: every byte's place is known beforehand, nothing half-written is loadable.
+"""Writes a planned checkpoint: every byte has its place, and nothing half-written is loadable.
 
 The plan fixes names, dtypes and shapes of all outputs, so a shard's header and all offsets exist
 before any weight is read, and a tensor goes to its place as soon as it is ready: memory never
@@ -97,7 +97,7 @@ class CheckpointWriter:
             if difference := identity_difference(self._journal.identity, identity):
                 raise ResumeError(
                     f"{folder} holds another run: {difference}",
-                    hint="give the same options and inputs as before, or start again with --overwrite",
+                    hint="give the same options and inputs, or start again with --overwrite",
                 )
             self._check_prefixes()
         else:
@@ -115,7 +115,7 @@ class CheckpointWriter:
         return self._folder / WORK
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Put a tensor at its place. It must be planned, of the planned dtype and shape, and new."""
+        """Put a tensor, which must be as planned and not written before, at its place."""
         expected = self._outputs.get(name)
         if expected is None or name in self._written:
             raise AssertionError(f"{name} is {'written twice' if expected else 'not planned'}")
@@ -137,9 +137,7 @@ class CheckpointWriter:
         """Make a whole unit durable. Every planned tensor of it must have been written."""
         names = [o.name for t in unit.tensors for o in t.outputs]
         if missing := [name for name in names if name not in self._written]:
-            raise AssertionError(
-                f"{unit.name} lacks {len(missing)} tensors, {missing[0]} the first"
-            )
+            raise AssertionError(f"{unit.name} lacks {len(missing)} tensors, first {missing[0]}")
         ends: dict[str, tuple[ShardLayout, int]] = {}
         for name in names:
             shard, _, end = self._place[name]
@@ -272,4 +270,4 @@ def _bytes_of(tensor: torch.Tensor) -> tuple[str, memoryview]:
 
     names = {dtype: name for name, dtype in TORCH_DTYPES.items()}
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return names[tensor.dtype], memoryview(flat.numpy())
+    return names[tensor.dtype], memoryview(flat.numpy().data)

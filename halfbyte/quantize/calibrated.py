@@ -28,11 +28,11 @@ from halfbyte.core import (
     InputStats,
     LinearReport,
     QuantizedWeight,
-    Scheme,
     Settings,
     TensorPlan,
     Unit,
 )
+from halfbyte.kernels.reference import dequantize_int4
 from halfbyte.quantize.solver import Solved, solve
 
 CHUNK_BYTES = 1 << 30
@@ -102,7 +102,8 @@ class LayerQuantizer:
         modules = [name for name in planned if not is_routed_expert(name)]
         if not modules:
             return []
-        assert self.state is not None and unit.index is not None
+        assert self.state is not None
+        assert unit.index is not None
         prefix = self.runner.architecture.layer_name(unit.index)
         inputs = collect_linear_inputs(self.runner, layer, prefix, modules, self.state)
         reports = []
@@ -125,7 +126,7 @@ class LayerQuantizer:
         assert self.state is not None
         runner, reports = self.runner, []
         prefix = f"{runner.architecture.layer_name(index)}mlp.experts."
-        inputs = ExpertInputs(routing)
+        inputs = ExpertInputs(routing, f"layers.{index}")
         for chunk in self._chunks(runner.architecture.config, self.settings):
             weights = [runner.load_expert(index, expert) for expert in chunk]
             plans = [
@@ -209,26 +210,30 @@ def _hand_over(
     """Split what was solved as one stack of rows into its linears; emit and report each."""
     reports, row = [], 0
     for plan, weight in linears:
-        assert plan is not None and plan.scheme is not None
+        assert plan is not None
         quantized, rtn_error = solved.rows(item, row, row + weight.shape[0])
         row += weight.shape[0]
         emit(plan, quantized)
-        reports.append(report_of(plan, plan.scheme, quantized, rtn_error, stats))
+        reports.append(report_of(plan, weight, quantized, rtn_error, stats))
     return reports
 
 
 def report_of(
     plan: TensorPlan,
-    scheme: Scheme,
+    weight: torch.Tensor,
     quantized: QuantizedWeight,
     rtn_error: float,
     stats: InputStats | None,
 ) -> LinearReport:
+    """The line of the run report on a quantized linear; `weight` float32 [N, K] is its source."""
+    off = weight - dequantize_int4(quantized.codes, quantized.scales)
+    energy = float(weight.square().sum(dtype=torch.float64))
     return LinearReport(
         name=plan.module,
-        scheme=str(scheme),
+        scheme=str(plan.scheme),
         error=quantized.error,
         rtn_error=rtn_error,
+        weight_error=float(off.square().sum(dtype=torch.float64)) / energy if energy else 0.0,
         tokens=stats.tokens if stats else 0,
         rung=stats.rung if stats else "weights-only",
         fallback=quantized.fallback,

@@ -163,10 +163,10 @@ def _int4_difference(
             f"weights are off by {math.sqrt(error / energy):.3f} of their norm, expected at most "
             f"{NOISE_FACTOR:g} times the rounding noise of {math.sqrt(noise / energy):.3f}"
         )
-    if report is not None and report.rung == "weights-only" and energy > 0:
+    if report is not None and energy > 0:
         found = error / energy
-        if not math.isclose(found, report.error, rel_tol=ERROR_TOLERANCE, abs_tol=1e-12):
-            return f"has relative error {found:.6g}, the report says {report.error:.6g}"
+        if not math.isclose(found, report.weight_error, rel_tol=ERROR_TOLERANCE, abs_tol=1e-12):
+            return f"has relative error {found:.6g}, the report says {report.weight_error:.6g}"
     return None
 
 

@@ -7,16 +7,24 @@ with the layer it was in. Data-free methods have no state; their units are the s
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.core import LinearReport, Plan, QuantizedWeight, RunReport, TensorPlan, Unit
+from halfbyte.core import (
+    LinearReport,
+    Plan,
+    QuantizedWeight,
+    RunReport,
+    Settings,
+    TensorPlan,
+    Unit,
+)
 from halfbyte.errors import CheckpointError, ResumeError
 from halfbyte.formats import int4
 from halfbyte.formats.folder import REPORT, WORK, prepare_folder
@@ -24,15 +32,13 @@ from halfbyte.formats.journal import identity_difference
 from halfbyte.formats.shards import ShardReader
 from halfbyte.formats.writer import CheckpointWriter
 from halfbyte.progress import Progress, SilentProgress
+from halfbyte.quantize.plan import package_versions
 from halfbyte.quantize.recipe import recipe_to_dict
 
 if TYPE_CHECKING:
     import torch
 
     from halfbyte.quantize.calibrated import LayerQuantizer
-
-VERSIONED = ("halfbyte", "torch", "transformers", "safetensors")
-"""Packages whose version can change output bytes."""
 
 
 def run(
@@ -60,6 +66,7 @@ def run(
     with (
         ShardReader(plan.checkpoint) as reader,
         CheckpointWriter(output, plan, identity) as writer,
+        _cpu_threads(plan.settings.threads),
     ):
         _work(plan, reader, writer, tokens, progress)
         linears = tuple(
@@ -68,7 +75,7 @@ def run(
         report = RunReport(
             output=str(output),
             fingerprint=plan.fingerprint,
-            settings=plan.settings,
+            settings=Settings(**identity["settings"]),
             recipe=identity["recipe"],
             source=identity["source"]["headers"],
             versions=identity["versions"],
@@ -85,6 +92,19 @@ def run(
     return report
 
 
+@contextmanager
+def _cpu_threads(count: int | None) -> Iterator[None]:
+    """Let torch compute with `count` threads for a while; None changes nothing."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def run_identity(plan: Plan) -> dict[str, Any]:
     """All that a resumed run must share with the run it goes on from, by name.
 
@@ -94,8 +114,9 @@ def run_identity(plan: Plan) -> dict[str, Any]:
     path = plan.checkpoint.path
     return {
         "recipe": recipe_to_dict(plan.recipe),
-        "settings": asdict(plan.settings),
-        "versions": {name: importlib.metadata.version(name) for name in VERSIONED},
+        # Which of several GPUs it was does not matter.
+        "settings": asdict(replace(plan.settings, device=plan.settings.device.split(":")[0])),
+        "versions": package_versions(),
         "source": {
             "headers": plan.checkpoint.fingerprint,
             "shards": {
@@ -200,7 +221,7 @@ def _latest_state(writer: CheckpointWriter) -> Path | None:
     names = [c.record["state"] for c in writer.commits if c.record["state"] is not None]
     if not names:
         return None
-    path = writer.work / names[-1]
+    path = writer.work / str(names[-1])
     if not path.exists():
         raise ResumeError(
             f"the calibration state {path} is missing", hint="start again with --overwrite"
@@ -239,7 +260,7 @@ def _convert(
         solved = solve(weight[None], tensor.scheme, None, plan.settings)
         quantized, rtn_error = solved.rows(0, 0, weight.shape[0])
         _emitter(writer)(tensor, quantized)
-        return [report_of(tensor, tensor.scheme, quantized, rtn_error, None)]
+        return [report_of(tensor, weight, quantized, rtn_error, None)]
     return []
 
 
@@ -271,6 +292,8 @@ def output_config(plan: Plan) -> dict[str, Any]:
 
 def peak_host_bytes() -> int:
     """Largest resident size of this process so far."""
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # Not getrusage: its figure survives exec, so it may be that of the parent process.
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status has no VmHWM")

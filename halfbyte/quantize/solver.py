@@ -63,15 +63,15 @@ def solve(
     """Quantize `weights` float32 [B, N, K] by the method, engine and scale search of `settings`.
 
     `hessians` float32 [B, K, K] are the second moments of their inputs, or [1, K, K] when all
-    read the same one. Without them a weight is rounded on its own, which under the method gptq is
-    the fallback "rtn". Each weight's result is independent of the others in the batch.
+    read the same one. The method rtn only measures with them. Without them a weight is rounded on
+    its own, which under the method gptq is the fallback "rtn". No weight's result depends on the
+    others in the batch.
     Raises CalibrationError when a Hessian is not finite, DependencyError without the engine.
     """
     batch = weights.shape[0]
     fallbacks: tuple[str | None, ...]
     if settings.method == "rtn" or hessians is None:
-        importance = None if hessians is None else hessians.diagonal(dim1=-2, dim2=-1)
-        scales = group_scales(weights, scheme, settings.scale_search, importance)
+        scales = group_scales(weights, scheme, settings.scale_search)
         codes = rounded = round_to_nearest(weights, scales, scheme)
         fallbacks = (None if settings.method == "rtn" else "rtn",)
     else:

@@ -106,7 +106,7 @@ def routing_of(tokens_of: list[int], hidden: int) -> Routing:
 def test_experts_are_topped_up_to_twice_their_width() -> None:
     width = 8
     routing = routing_of([40, 16, 15, 1, 0], width)
-    inputs = ExpertInputs(routing)
+    inputs = ExpertInputs(routing, "layers.1")
     everything = mean_moment(routing.hidden)
     for expert, rung in enumerate(["routed", "routed", "blended", "blended", "all-tokens"]):
         stats = inputs.gate_up(expert)
@@ -120,7 +120,7 @@ def test_experts_are_topped_up_to_twice_their_width() -> None:
 
 
 def test_no_token_at_all_gives_no_statistics() -> None:
-    assert ExpertInputs(routing_of([0, 0], 8)).gate_up(0) is None
+    assert ExpertInputs(routing_of([0, 0], 8), "layers.1").gate_up(0) is None
 
 
 @torch.no_grad()
@@ -136,7 +136,7 @@ def test_starved_down_projection_sees_spread_tokens(tmp_path: Path) -> None:
     with ShardReader(open_checkpoint(path)) as reader:
         runner = make_runner(reader)
         own = inner(routing.hidden[routing.rows(0)])
-        stats = ExpertInputs(routing).down(runner, own, gate, up)
+        stats = ExpertInputs(routing, "layers.1").down(runner, own, gate, up)
     assert stats is not None
     assert (stats.tokens, stats.rung) == (3, "blended")
     missing = 2 * 64 - 3

@@ -62,7 +62,9 @@ def test_mtp_layer_equals_its_definition(tmp_path: Path) -> None:
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     layer = GlmMoeDsaDecoderLayer(config, 4)
-    fused = {k: v for k, v in own.items() if ".experts." not in k and not is_mtp_extra(f".layers.4.{k}")}
+    fused = {
+        k: v for k, v in own.items() if ".experts." not in k and not is_mtp_extra(f".layers.4.{k}")
+    }
     experts = range(config.n_routed_experts)
     fused["mlp.experts.gate_up_proj"] = torch.stack(
         [

@@ -28,7 +28,9 @@ def make_runner(path: Path, reader: ShardReader, dtype: torch.dtype = torch.floa
 
 
 @torch.no_grad()
-def our_logits(path: Path, tokens: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def our_logits(
+    path: Path, tokens: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     with ShardReader(open_checkpoint(path)) as reader:
         runner = make_runner(path, reader, dtype)
         state = runner.embed(tokens)

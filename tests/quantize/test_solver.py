@@ -80,6 +80,15 @@ def test_without_statistics_a_weight_is_rounded_on_its_own(
     assert quantized.fallback == fallback
 
 
+def test_rtn_uses_statistics_only_to_measure() -> None:
+    weights, hessians = inputs()
+    solved = solve(weights, SCHEME, hessians, Settings(method="rtn"))
+    assert first_difference(solved.codes, solve(weights, SCHEME, None, Settings()).codes) is None
+    quantized, rtn_error = solved.rows(1, 0, 24)
+    expected = relative_error(weights[1], solved.codes[1], solved.scales[1], hessians[1])
+    assert quantized.error == rtn_error == pytest.approx(expected, rel=1e-4)
+
+
 def test_minmax_scales_are_those_of_the_weights_alone() -> None:
     weights, hessians = inputs()
     solved = solve(weights, SCHEME, hessians, Settings(scale_search="minmax"))

@@ -128,6 +128,19 @@ def test_other_schemes_and_scales_pass(
     assert verify(tmp_path / "INT4", tiny).mismatches == ()
 
 
+def test_calibrated_output_passes(tiny: Path, tmp_path: Path) -> None:
+    """GPTQ leaves the nearest codes, but stays within the bounds; starved experts are rounded."""
+    tokens = torch.randint(0, 256, (2, 24), generator=torch.Generator().manual_seed(0))
+    settings = Settings(samples=2, sequence_length=24)
+    report = run(
+        make_plan(open_checkpoint(tiny), load_recipe("glm-5"), settings),
+        tmp_path / "INT4",
+        tokens=tokens,
+    )
+    assert any(linear.error != linear.rtn_error for linear in report.linears)
+    assert verify(tmp_path / "INT4", tiny).mismatches == ()
+
+
 def test_bf16_and_tied_sources_pass(tmp_path: Path) -> None:
     source = write_tiny(tmp_path / "source", source="bf16", tied=True, shards=1)
     assert verify(quantized(source, tmp_path / "INT4"), source).mismatches == ()

@@ -1,0 +1,393 @@
+"""Whole runs on small checkpoints: what comes out, what survives a kill, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from halfbyte.calibration import runner as runner_module
+from halfbyte.core import Plan, RunReport, Settings
+from halfbyte.errors import CalibrationError, CheckpointError, ResumeError
+from halfbyte.formats.checkpoint import open_checkpoint
+from halfbyte.formats.shards import ShardReader
+from halfbyte.formats.weights import logical_weights
+from halfbyte.quantize import calibrated, pipeline
+from halfbyte.quantize.plan import make_plan
+from halfbyte.quantize.recipe import load_recipe
+from halfbyte.quantize.verify import verify
+from halfbyte.testing.tiny import write_tiny
+
+SETTINGS = Settings(samples=6, sequence_length=24, calibration_sha256="x")
+RTN = replace(SETTINGS, method="rtn", calibration_sha256=None)
+
+
+def tokens(samples: int = 6, length: int = 24) -> torch.Tensor:
+    return torch.randint(10, 300, (samples, length), generator=torch.Generator().manual_seed(5))
+
+
+def plan_of(source: Path, settings: Settings = SETTINGS, recipe: str = "glm-5", **kw: Any) -> Plan:
+    return make_plan(open_checkpoint(source), load_recipe(recipe), settings, **kw)
+
+
+def quantize(source: Path, out: Path, settings: Settings = SETTINGS, **kw: Any) -> RunReport:
+    plan_options = {k: kw.pop(k) for k in ("recipe", "max_shard_bytes") if k in kw}
+    calibrated_tokens = None if settings.method == "rtn" else kw.pop("tokens", tokens())
+    return pipeline.run(
+        plan_of(source, settings, **plan_options), out, tokens=calibrated_tokens, **kw
+    )
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, RTN], ids=["gptq", "rtn"])
+@pytest.mark.parametrize("model_type", ["glm_moe_dsa", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("recipe", ["glm-5", "experts-and-dense"])
+def test_output_is_complete_and_verifies(
+    tmp_path: Path, model_type: Any, settings: Settings, recipe: str
+) -> None:
+    source = write_tiny(tmp_path / "tiny", model_type=model_type)
+    report = quantize(source, tmp_path / "out", settings, recipe=recipe)
+    assert verify(tmp_path / "out", source).mismatches == ()
+    experts = [linear for linear in report.linears if ".experts." in linear.name]
+    assert len(experts) == 4 * 4 * 3  # 3 sparse layers and the MTP layer, 4 experts, 3 linears
+    assert (len(report.linears) > len(experts)) == (recipe == "experts-and-dense")
+    if settings.method == "gptq":
+        assert sum(r.error for r in report.linears) < 0.9 * sum(r.rtn_error for r in report.linears)
+        assert {r.rung for r in report.linears} <= {"routed", "blended", "all-tokens"}
+    else:
+        assert all(r.error == r.rtn_error and r.rung == "weights-only" for r in report.linears)
+
+
+def test_transformers_loads_the_output_as_we_decode_it(tmp_path: Path) -> None:
+    """compressed-tensors' own decompression, through transformers' own loading."""
+    source = write_tiny(tmp_path / "tiny")
+    out = tmp_path / "out"
+    quantize(source, out)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        out, dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert all(key.startswith("model.layers.4.") for key in info["unexpected_keys"])
+    state = model.state_dict()
+    checkpoint = open_checkpoint(out)
+    with ShardReader(checkpoint) as reader:
+        for name, stored in logical_weights(checkpoint).items():
+            if ".layers.4." in name:
+                continue
+            ours = reader.read_weight(stored)
+            if ".experts." in name:
+                expert, leaf = int(name.split(".")[5]), name.split(".")[6]
+                prefix = name[: name.index("experts.")] + "experts."
+                if leaf == "down_proj":
+                    theirs = state[prefix + "down_proj"][expert]
+                else:
+                    theirs = state[prefix + "gate_up_proj"][expert].chunk(2)[leaf == "up_proj"]
+            else:
+                theirs = state[name]
+            torch.testing.assert_close(ours.bfloat16().float(), theirs.bfloat16().float())
+
+
+def test_the_state_that_moves_on_is_that_of_the_quantized_layer(tmp_path: Path) -> None:
+    """After the last layer the state is what the finished checkpoint computes from the tokens."""
+    source = write_tiny(tmp_path / "tiny", mtp=False, source="bf16")
+    seen: list[torch.Tensor] = []
+    original = calibrated.LayerQuantizer.run
+
+    def spy(self: Any, unit: Any, emit: Any) -> Any:
+        reports = original(self, unit, emit)
+        seen.append(self.state.hidden.clone())
+        return reports
+
+    calibrated.LayerQuantizer.run = spy  # type: ignore[method-assign]
+    try:
+        quantize(source, tmp_path / "out", recipe="experts-and-dense")
+    finally:
+        calibrated.LayerQuantizer.run = original  # type: ignore[method-assign]
+    with ShardReader(open_checkpoint(tmp_path / "out")) as reader:
+        from halfbyte.calibration.architecture import Architecture
+
+        runner = runner_module.LayerRunner(
+            Architecture.of(reader.checkpoint),
+            logical_weights(reader.checkpoint),
+            reader,
+            device="cpu",
+            dtype=torch.float32,
+        )
+        state = runner.embed(tokens())
+        for index in range(4):
+            runner.advance(index, state)
+    torch.testing.assert_close(seen[-1], state.hidden, rtol=1e-4, atol=1e-4)
+
+
+def test_same_input_same_bytes(tmp_path: Path) -> None:
+    source = write_tiny(tmp_path / "tiny")
+    first, second = tmp_path / "first", tmp_path / "second"
+    quantize(source, first)
+    quantize(source, second)
+    assert contents(first) == contents(second)
+
+
+class Crash(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, RTN], ids=["gptq", "rtn"])
+def test_resume_after_every_unit_gives_the_same_bytes(
+    tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_tiny(tmp_path / "tiny")  # 24 tokens of which 16 are selected: top-k is carried
+    options: dict[str, Any] = {"max_shard_bytes": 200_000}
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    quantize(source, whole, settings, **options)
+    units = len(plan_of(source, settings).units)
+    commit = pipeline.CheckpointWriter.commit
+
+    def stop_after(count: int) -> Any:
+        left = count
+
+        def wrapped(self: Any, unit: Any, record: Any) -> None:
+            nonlocal left
+            if left == 0:
+                raise Crash
+            left -= 1
+            commit(self, unit, record)
+
+        return wrapped
+
+    # Each attempt gets one unit further than the one before.
+    for attempt in range(units):
+        monkeypatch.setattr(pipeline.CheckpointWriter, "commit", stop_after(1))
+        if attempt < units - 1:
+            with pytest.raises(Crash):
+                quantize(source, broken, settings, resume=True, **options)
+            assert not (broken / "config.json").exists()
+    monkeypatch.setattr(pipeline.CheckpointWriter, "commit", commit)
+    quantize(source, broken, settings, resume=True, **options)
+    assert contents(broken) == contents(whole)
+
+
+def test_kill_dash_nine_and_resume(tmp_path: Path) -> None:
+    """A real process, killed at several moments by the operating system."""
+    source = write_tiny(tmp_path / "tiny", layers=6)
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": f"line {n} of {n * n}"}) + "\n" for n in range(99)))
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+
+    def command(out: Path, *more: str) -> list[str]:
+        return [
+            *(sys.executable, "-m", "halfbyte", "run", str(source), "--to", "int4", "-o", str(out)),
+            *("--calibration", str(text), "--samples", "6", "--sequence-length", "24", "-q"),
+            *("--device", "cpu", *more),
+        ]
+
+    subprocess.run(command(whole), check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    journal = broken / ".halfbyte" / "journal.jsonl"
+    for lines in (1, 3, 5, 7):
+        process = subprocess.Popen(
+            command(broken, "--resume"), env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
+        while process.poll() is None:
+            if journal.exists() and journal.read_bytes().count(b"\n") >= lines:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+            time.sleep(0.005)
+        assert process.returncode == -signal.SIGKILL
+        assert not (broken / "config.json").exists()
+    subprocess.run(
+        command(broken, "--resume"), check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert contents(broken) == contents(whole)
+
+
+def test_resuming_a_finished_run_says_so(tmp_path: Path) -> None:
+    source = write_tiny(tmp_path / "tiny")
+    first = quantize(source, tmp_path / "out")
+    before = contents(tmp_path / "out")
+    again = quantize(source, tmp_path / "out", resume=True)
+    assert again.already_finished
+    assert not first.already_finished
+    assert again.to_json() == first.to_json()
+    assert contents(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ({"seed": 7}, "settings.seed was 0, now 7"),
+        ({"calibration_sha256": "y"}, "settings.calibration_sha256 was x, now y"),
+        ({"samples": 5}, "settings.samples was 6, now 5"),
+        ({"method": "rtn"}, "settings.method was gptq, now rtn"),
+    ],
+)
+@pytest.mark.parametrize("finished", [True, False])
+def test_resume_refuses_other_settings(
+    tmp_path: Path,
+    change: dict[str, Any],
+    difference: str,
+    finished: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, out = write_tiny(tmp_path / "tiny"), tmp_path / "out"
+    interrupt(source, out, monkeypatch, finished=finished)
+    with pytest.raises(ResumeError, match=difference):
+        quantize(source, out, replace(SETTINGS, **change), resume=True)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_resume_refuses_another_recipe_source_and_version(
+    tmp_path: Path, finished: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = write_tiny(tmp_path / "tiny"), tmp_path / "out"
+    interrupt(source, out, monkeypatch, finished=finished)
+    with pytest.raises(ResumeError, match=r"recipe\..* was .*, now"):
+        quantize(source, out, resume=True, recipe="experts-and-dense")
+    other = write_tiny(tmp_path / "other", experts=8)
+    with pytest.raises(ResumeError, match="source"):
+        quantize(other, out, resume=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "package_versions", lambda: {"torch": "0.1"})
+        with pytest.raises(ResumeError, match=r"versions\.\w+ was "):
+            quantize(source, out, resume=True)
+    if not finished:
+        shard = next(source.glob("*.safetensors"))
+        os.utime(shard, ns=(0, 0))
+        with pytest.raises(ResumeError, match=shard.name):
+            quantize(source, out, resume=True)
+
+
+def interrupt(
+    source: Path, out: Path, monkeypatch: pytest.MonkeyPatch, *, finished: bool = False
+) -> None:
+    """A run that ended, or was broken off after two units."""
+    if finished:
+        quantize(source, out)
+        return
+    commit = pipeline.CheckpointWriter.commit
+    done = []
+
+    def wrapped(self: Any, unit: Any, record: Any) -> None:
+        if len(done) == 2:
+            raise Crash
+        done.append(unit)
+        commit(self, unit, record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline.CheckpointWriter, "commit", wrapped)
+        with pytest.raises(Crash):
+            quantize(source, out)
+
+
+def test_an_expert_that_no_token_reaches(tmp_path: Path) -> None:
+    source = write_tiny(tmp_path / "tiny")
+    for shard in source.glob("*.safetensors"):
+        tensors = load_file(shard)
+        for name in tensors:
+            if name.endswith("e_score_correction_bias"):
+                tensors[name][2] = -100.0
+        from safetensors.torch import save_file
+
+        save_file(tensors, shard, metadata={"format": "pt"})
+    report = quantize(source, tmp_path / "out")
+    starved = [r for r in report.linears if ".experts.2." in r.name]
+    assert len(starved) == 12
+    assert all((r.tokens, r.rung) == (0, "all-tokens") for r in starved)
+    assert all(r.error <= r.rtn_error * 1.0001 for r in starved)
+    assert verify(tmp_path / "out", source).mismatches == ()
+
+
+def test_one_token_sequences(tmp_path: Path) -> None:
+    source = write_tiny(tmp_path / "tiny")
+    settings = replace(SETTINGS, samples=3, sequence_length=1)
+    report = quantize(source, tmp_path / "out", settings, tokens=tokens(3, 1))
+    mtp = [r for r in report.linears if ".layers.4." in r.name]
+    assert {(r.rung, r.fallback) for r in mtp} == {("weights-only", "rtn")}
+    assert verify(tmp_path / "out", source).mismatches == ()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"tied": True}, {"shards": 1}, {"mtp": False}, {"source": "bf16"}, {"source": "ct-channel"}],
+    ids=str,
+)
+def test_awkward_but_valid_sources(tmp_path: Path, options: dict[str, Any]) -> None:
+    source = write_tiny(tmp_path / "tiny", **options)
+    quantize(source, tmp_path / "out")
+    assert verify(tmp_path / "out", source).mismatches == ()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "name", ["model.layers.2.input_layernorm.weight", "model.layers.2.mlp.gate.weight"]
+)
+@pytest.mark.parametrize("settings", [SETTINGS, RTN], ids=["gptq", "rtn"])
+def test_weights_that_are_not_finite(
+    tmp_path: Path, name: str, value: float, settings: Settings
+) -> None:
+    from safetensors.torch import save_file
+
+    source = write_tiny(tmp_path / "tiny")
+    for shard in source.glob("*.safetensors"):
+        tensors = load_file(shard)
+        if name in tensors:
+            tensors[name].flatten()[3] = value
+            save_file(tensors, shard, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=name):
+        quantize(source, tmp_path / "out", settings)
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_activations_that_overflow_name_the_layer(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    source = write_tiny(tmp_path / "tiny", source="bf16")
+    for shard in source.glob("*.safetensors"):
+        tensors = load_file(shard)
+        if (name := "model.layers.2.self_attn.o_proj.weight") in tensors:
+            tensors[name].fill_(3e38)
+            save_file(tensors, shard, metadata={"format": "pt"})
+    with pytest.raises(CalibrationError, match=r"layers?[ .]2"):
+        quantize(source, tmp_path / "out")
+
+
+def test_memory_does_not_grow_with_layers(tmp_path: Path) -> None:
+    """Peak memory of whole processes: 16 layers take what 4 take."""
+    script = (
+        "import sys; from pathlib import Path; import torch\n"
+        "from halfbyte.core import Settings\n"
+        "from halfbyte.formats.checkpoint import open_checkpoint\n"
+        "from halfbyte.quantize import pipeline\n"
+        "from halfbyte.quantize.plan import make_plan\n"
+        "from halfbyte.quantize.recipe import load_recipe\n"
+        "settings = Settings(samples=4, sequence_length=16)\n"
+        "plan = make_plan(open_checkpoint(sys.argv[1]), load_recipe('glm-5'), settings)\n"
+        "tokens = torch.arange(64).reshape(4, 16) + 10\n"
+        "print(pipeline.run(plan, Path(sys.argv[2]), tokens=tokens).peak_bytes)\n"
+    )
+    peaks = []
+    for layers in (4, 16):
+        # About 25 MB a layer in float32, so that a leak of layers would show.
+        source = write_tiny(
+            tmp_path / str(layers), layers=layers, hidden=256, moe_intermediate=256, experts=32
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(source), str(tmp_path / f"out-{layers}")],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        peaks.append(int(done.stdout.split()[-1]))
+    assert peaks[1] - peaks[0] < 30_000_000
