@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-SCORES_AT_ONCE = 1 << 25
-"""Elements of a block of scores, float32."""
+from halfbyte.calibration.limits import SCORES_AT_ONCE
 
 
 class SlicedIndexer(nn.Module):

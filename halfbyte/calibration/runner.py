@@ -20,12 +20,10 @@ from torch import nn
 
 from halfbyte.calibration.architecture import Architecture
 from halfbyte.calibration.indexer import SlicedIndexer
+from halfbyte.calibration.limits import BATCH_TOKENS
 from halfbyte.core import StoredWeight
 from halfbyte.errors import CalibrationError, CheckpointError
 from halfbyte.formats.shards import ShardReader
-
-BATCH_TOKENS = 8192
-"""Tokens per forward call. Fixed, so that results do not depend on the memory at hand."""
 
 EXPERT_LINEARS = ("gate_proj", "up_proj", "down_proj")
 

@@ -9,7 +9,7 @@ expert's output joins the residual stream. What leaves the layer is what the qua
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,10 +33,8 @@ from halfbyte.core import (
     Unit,
 )
 from halfbyte.kernels.reference import dequantize_int4
+from halfbyte.quantize.memory import experts_at_once
 from halfbyte.quantize.solver import Solved, solve
-
-CHUNK_BYTES = 1 << 30
-"""Working memory for experts that are quantized together."""
 
 Emit = Callable[[TensorPlan, QuantizedWeight], None]
 """Takes a finished linear away, to be packed and written."""
@@ -127,7 +125,10 @@ class LayerQuantizer:
         runner, reports = self.runner, []
         prefix = f"{runner.architecture.layer_name(index)}mlp.experts."
         inputs = ExpertInputs(routing, f"layers.{index}")
-        for chunk in self._chunks(runner.architecture.config, self.settings):
+        config = runner.architecture.config
+        step = experts_at_once(config.to_dict(), self.settings.device)
+        for start in range(0, config.n_routed_experts, step):
+            chunk = range(start, min(start + step, config.n_routed_experts))
             weights = [runner.load_expert(index, expert) for expert in chunk]
             plans = [
                 {leaf: planned.get(f"{prefix}{expert}.{leaf}") for leaf in weights[0]}
@@ -178,26 +179,6 @@ class LayerQuantizer:
             torch.stack(hessians) if hessians else None,
             self.settings,
         )
-
-    @staticmethod
-    def _chunks(config: object, settings: Settings) -> Iterator[range]:
-        """Experts that are solved as one batch, as many as `CHUNK_BYTES` allow."""
-        experts, each = expert_bytes(config)
-        step = max(1, CHUNK_BYTES // each)
-        for start in range(0, experts, step):
-            yield range(start, min(start + step, experts))
-
-
-def expert_bytes(config: object) -> tuple[int, int]:
-    """Routed experts of a layer, and the working memory of quantizing one of them.
-
-    Float32: its weights, as read, being solved and dequantized (3 copies and the error matrix),
-    and the Hessian of gate and up with its factor and one temporary.
-    """
-    hidden = int(config.hidden_size)  # type: ignore[attr-defined]
-    inner = int(config.moe_intermediate_size)  # type: ignore[attr-defined]
-    weights = 3 * hidden * inner
-    return int(config.n_routed_experts), 4 * (4 * weights + 4 * hidden * hidden)  # type: ignore[attr-defined]
 
 
 def _hand_over(

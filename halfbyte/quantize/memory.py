@@ -1,7 +1,8 @@
 """Predicts the peak memory of a run from its plan, before anything is read.
 
 Memory is bounded by one decoder layer: its plain weights, as many experts as fit the working set,
-and the hidden states of all calibration tokens. It does not grow with the number of layers.
+and the hidden states of all calibration tokens. It does not grow with the number of layers. A
+calibrated layer has two phases, the forward pass and the experts; the larger one is the peak.
 """
 
 from __future__ import annotations
@@ -10,15 +11,17 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from halfbyte.calibration.limits import BATCH_TOKENS, SCORES_AT_ONCE
 from halfbyte.core import MemoryEstimate, Settings, TensorPlan, Unit
-from halfbyte.formats.config import config_count
 
-LIBRARIES = 700_000_000
-"""Resident bytes of Python with torch and transformers imported."""
-EXPERTS_IN_WORK = 1 << 30
-"""Working memory for experts that are quantized together; one expert may need more."""
-HIDDEN_COPIES = 3
-"""The residual stream, its normed copy for the experts, and what is being added to it."""
+TORCH = 250_000_000
+"""Resident bytes of Python with torch imported; measured, torch 2.13 on x86-64."""
+TRANSFORMERS = 270_000_000
+"""What transformers' modules and a tokenizer add."""
+EXPERTS_IN_WORK = {"cpu": 1 << 30, "cuda": 16 << 30}
+"""Working memory for experts that are solved together; one expert may need more."""
+ALLOCATOR = 1.2
+"""What the allocator keeps beyond what is asked for."""
 
 
 def calibrates(settings: Settings) -> bool:
@@ -26,37 +29,65 @@ def calibrates(settings: Settings) -> bool:
     return settings.method != "rtn"
 
 
+def experts_at_once(model: Mapping[str, Any], device: str) -> int:
+    """Routed experts of a layer that are solved as one batch."""
+    budget = EXPERTS_IN_WORK[device.split(":")[0]]
+    return max(1, min(_size(model, "n_routed_experts"), budget // _expert_bytes(model)))
+
+
 def hidden_bytes(settings: Settings, model: Mapping[str, Any]) -> int:
     """Hidden states of all calibration tokens, between two layers."""
     if not calibrates(settings):
         return 0
-    tokens = settings.samples * settings.sequence_length
-    return tokens * config_count(model, "hidden_size") * _element_bytes(settings)
+    return _tokens(settings) * _size(model, "hidden_size") * _element_bytes(settings)
 
 
 def estimate_memory(
     units: Sequence[Unit], settings: Settings, model: Mapping[str, Any]
 ) -> MemoryEstimate:
     """Peak bytes of a run over `units`; `model` is the language model's part of config.json."""
-    largest = max((t for u in units for t in u.tensors), key=lambda t: math.prod(t.source.shape))
-    host = {"libraries": LIBRARIES, "largest tensor in conversion": _conversion(largest)}
+    tensors = [t for u in units for t in u.tensors]
+    converted = [t for t in tensors if not calibrates(settings) or t.action != "quantize"]
+    conversion = max((_conversion(t) for t in converted), default=0)
     if not calibrates(settings):
+        host = {"torch": TORCH, "largest tensor in conversion": conversion}
         return MemoryEstimate(host=sum(host.values()), gpu=0, detail=host)
     layers = [u.tensors for u in units if u.kind in ("layer", "mtp")]
-    compute = {
-        "plain weights of a layer": max((_plain(layer, settings) for layer in layers), default=0),
-        "experts in work": max((_experts(layer) for layer in layers), default=0),
-        "hidden states": HIDDEN_COPIES * hidden_bytes(settings, model),
-        "Hessians": max((_hessians(layer) for layer in layers), default=0),
+    plain = max((_plain(layer, settings) for layer in layers), default=0)
+    hessians = max((_hessians(layer) for layer in layers), default=0)
+    forward = {
+        "hidden states and experts' input": 3 * hidden_bytes(settings, model),
+        "plain weights of a layer": plain,
+        "activations of a batch": _activations(settings, model),
+        "Hessians of plain linears": hessians,
     }
-    detail = host | compute
+    at_once = experts_at_once(model, settings.device) if _size(model, "n_routed_experts") else 0
+    experts = {
+        "hidden states and experts' input": 2 * hidden_bytes(settings, model),
+        "experts in work": at_once * _expert_bytes(model),
+        "their activations": at_once * _expert_activations(settings, model),
+    }
+    phase = max(forward, experts, key=lambda phase: sum(phase.values()))
+    phase = {name: int(ALLOCATOR * size) for name, size in phase.items()}
+    libraries = {"torch and transformers": TORCH + TRANSFORMERS}
     if settings.device.startswith("cpu"):
-        return MemoryEstimate(host=sum(detail.values()), gpu=0, detail=detail)
-    return MemoryEstimate(host=sum(host.values()), gpu=sum(compute.values()), detail=detail)
+        # A tensor is converted after the layer's phases, beside the hidden states only.
+        detail = libraries | phase
+        return MemoryEstimate(
+            host=max(sum(detail.values()), sum(libraries.values()) + conversion),
+            gpu=0,
+            detail=detail,
+        )
+    host = libraries | {"largest tensor in conversion": conversion}
+    return MemoryEstimate(host=sum(host.values()), gpu=sum(phase.values()), detail=host | phase)
 
 
-def _is_expert(tensor: TensorPlan) -> bool:
-    return ".mlp.experts." in tensor.name
+def _size(model: Mapping[str, Any], name: str) -> int:
+    return int(model.get(name) or 0)
+
+
+def _tokens(settings: Settings) -> int:
+    return settings.samples * settings.sequence_length
 
 
 def _element_bytes(settings: Settings) -> int:
@@ -69,25 +100,51 @@ def _conversion(tensor: TensorPlan) -> int:
     return tensor.source.nbytes + decoded + sum(o.nbytes for o in tensor.outputs)
 
 
+def _is_expert(tensor: TensorPlan) -> bool:
+    return ".mlp.experts." in tensor.name
+
+
 def _plain(layer: Sequence[TensorPlan], settings: Settings) -> int:
     plain = (t for t in layer if not _is_expert(t))
     return _element_bytes(settings) * sum(math.prod(t.source.shape) for t in plain)
-
-
-def _experts(layer: Sequence[TensorPlan]) -> int:
-    """Weights in four states (read, in work, rounded, error) and the Hessian of their input."""
-    sizes: dict[str, int] = {}
-    for tensor in layer:
-        if _is_expert(tensor) and len(tensor.source.shape) == 2:
-            rows, columns = tensor.source.shape
-            expert = tensor.module.rpartition(".")[0]
-            sizes[expert] = sizes.get(expert, 0) + 4 * 4 * (rows * columns)
-            if tensor.name.endswith("gate_proj.weight"):
-                sizes[expert] += 4 * 4 * columns * columns
-    return max(EXPERTS_IN_WORK, *sizes.values()) if sizes else 0
 
 
 def _hessians(layer: Sequence[TensorPlan]) -> int:
     """Of the plain linears that are quantized: one for each, with its factor."""
     columns = [t.source.shape[1] for t in layer if t.action == "quantize" and not _is_expert(t)]
     return sum(4 * k * k for k in columns) + 2 * max((4 * k * k for k in columns), default=0)
+
+
+def _expert_bytes(model: Mapping[str, Any]) -> int:
+    """Float32: the weights as read, stacked, being solved and dequantized, and the Hessian of gate
+    and up with its copy in the batch and its factor."""
+    hidden, inner = _size(model, "hidden_size"), _size(model, "moe_intermediate_size")
+    return max(1, 4 * (10 * hidden * inner + 3 * hidden * hidden))
+
+
+def _expert_activations(settings: Settings, model: Mapping[str, Any]) -> int:
+    """Of an expert with its share of the tokens: the input of its down projection, and on the way
+    to it gate, up and the gathered hidden states of one expert at a time, spread over all."""
+    experts = max(1, _size(model, "n_routed_experts"))
+    tokens = _tokens(settings) * _size(model, "num_experts_per_tok") // experts
+    return tokens * _size(model, "moe_intermediate_size") * _element_bytes(settings)
+
+
+def _activations(settings: Settings, model: Mapping[str, Any]) -> int:
+    """Of one batch in attention, with its mask, or in the dense or shared MLP."""
+    length = settings.sequence_length
+    tokens = min(_tokens(settings), max(length, BATCH_TOKENS // length * length))
+    heads, hidden = _size(model, "num_attention_heads"), _size(model, "hidden_size")
+    head = _size(model, "qk_head_dim") or _size(model, "head_dim")
+    value = _size(model, "v_head_dim") or head
+    shared = _size(model, "moe_intermediate_size") * max(1, _size(model, "n_shared_experts"))
+    attention = tokens * (3 * heads * (head + value) + 4 * hidden)
+    mlp = tokens * (3 * max(_size(model, "intermediate_size"), shared) + 3 * hidden)
+    mask = 0
+    if topk := _size(model, "index_topk"):
+        # Selected tokens as int32 and int64, and the mask they make as bool and as float.
+        mask = tokens * (12 * min(topk, length) + 6 * length)
+        if topk < length:
+            scores = min(SCORES_AT_ONCE, tokens * _size(model, "index_n_heads") * length)
+            mask += 2 * 4 * scores + 4 * _tokens(settings) * topk
+    return max(attention, mlp) * _element_bytes(settings) + mask

@@ -305,7 +305,7 @@ def test_a_wrong_weight_shape(output: Path) -> None:
 def test_an_error_other_than_the_reported(output: Path, tiny: Path) -> None:
     def lie(report: dict[str, Any]) -> None:
         (linear,) = (line for line in report["linears"] if line["name"] == GATE)
-        linear["error"] *= 1.1
+        linear["weight_error"] *= 1.1
 
     edit_json(output / REPORT, lie)
     assert "the report says" in only(verify(output, tiny)).message
