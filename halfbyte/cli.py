@@ -106,11 +106,13 @@ def _root(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code; also raises SystemExit with it."""
+    """Run one command line and return its exit code."""
     debug = False
     try:
         debug = env.debug()
         app(args=insert_run(sys.argv[1:] if argv is None else argv), prog_name="quantize")
+    except SystemExit as end:  # how typer returns, with the code of `typer.Exit` or its own
+        return int(end.code or 0)
     except (Exception, KeyboardInterrupt) as error:
         if debug:
             traceback.print_exc()

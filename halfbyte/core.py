@@ -187,7 +187,7 @@ class Settings:
     samples: int = 256
     sequence_length: int = 2048
     calibration_sha256: str | None = None
-    """Hash of the token ids the model is calibrated on; None for data-free methods."""
+    """Hash of the token ids the model is calibrated on, set by the run that has them."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
     threads: int | None = None

@@ -47,11 +47,8 @@ def quantize(capsys: pytest.CaptureFixture[str]) -> Quantize:
 
     def run(*words: object) -> Outcome:
         capsys.readouterr()
-        try:
-            code: Any = cli.main([str(word) for word in words])
-        except SystemExit as exit_:
-            code = exit_.code
-        return Outcome(code or 0, *capsys.readouterr())
+        code = cli.main([str(word) for word in words])
+        return Outcome(code, *capsys.readouterr())
 
     return run
 

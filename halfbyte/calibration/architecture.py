@@ -16,37 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from halfbyte.calibration.families import Family, language_model
 from halfbyte.core import Checkpoint
-from halfbyte.errors import CheckpointError, UnsupportedModelError
-
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    module: str
-    """Package under `transformers.models`, and what its configuration calls itself."""
-    classes: str
-    """Prefix of its class names."""
-
-
-_FAMILIES: Mapping[str, _Family] = {
-    "glm_moe_dsa": _Family("glm_moe_dsa", "GlmMoeDsa"),
-    "glm4_moe": _Family("glm4_moe", "Glm4Moe"),
-    "deepseek_v3": _Family("deepseek_v3", "DeepseekV3"),
-    "kimi_k2": _Family("deepseek_v3", "DeepseekV3"),
-}
-
-
-def is_supported(checkpoint: Checkpoint) -> bool:
-    """Whether `Architecture.of` knows this checkpoint's model type."""
-    return _text_config(checkpoint)[0].get("model_type") in _FAMILIES
-
-
-def _text_config(checkpoint: Checkpoint) -> tuple[Mapping[str, Any], str]:
-    """The language model's part of the config, and the prefix of its tensors."""
-    text = checkpoint.config.get("text_config")
-    if isinstance(text, Mapping) and text.get("model_type") in _FAMILIES:
-        return text, "language_model."
-    return checkpoint.config, ""
+from halfbyte.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -59,21 +31,18 @@ class Architecture:
     """What precedes `model.` in tensor names: "" or "language_model."."""
     layers: int
     """Decoder layers of the target model; layers from this index on are MTP layers."""
-    _family: _Family
+    _family: Family
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Architecture:
         """Raises UnsupportedModelError for a model type without a layer runner."""
-        fields, prefix = _text_config(checkpoint)
-        model_type = str(fields.get("model_type", "unknown"))
-        family = _FAMILIES.get(model_type)
-        if family is None:
-            raise UnsupportedModelError(
-                f"{checkpoint.path} has model_type {model_type}, which cannot be calibrated; "
-                f"supported are {', '.join(_FAMILIES)}",
-                hint="quantize without calibration: --method rtn",
-            )
-        return cls(_configuration(family, fields, checkpoint), prefix, _layer_count(fields), family)
+        family, fields, prefix = language_model(checkpoint)
+        return cls(
+            _configuration(family, fields, checkpoint),
+            prefix,
+            int(fields["num_hidden_layers"]),
+            family,
+        )
 
     def layer(self, index: int) -> nn.Module:
         """Decoder layer on the meta device: shapes without memory."""
@@ -112,11 +81,7 @@ class Architecture:
         return part
 
 
-def _layer_count(fields: Mapping[str, Any]) -> int:
-    return int(fields["num_hidden_layers"])
-
-
-def _configuration(family: _Family, fields: Mapping[str, Any], checkpoint: Checkpoint) -> Any:
+def _configuration(family: Family, fields: Mapping[str, Any], checkpoint: Checkpoint) -> Any:
     """transformers' configuration, extended by one entry per MTP layer, which it does not know."""
     name = f"transformers.models.{family.module}.configuration_{family.module}"
     plain = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -83,15 +82,15 @@ def run(
     if dry_run:
         _show_plan(console, _plan(path, recipe, group_size, settings))
         return
-    from halfbyte.calibration.data import text_sha256, token_windows
+    from halfbyte.calibration.data import token_windows
     from halfbyte.commands import tables
     from halfbyte.quantize import pipeline
 
+    # The plan comes first: it refuses in seconds what tokenizing a long text would only delay.
+    plan = _plan(path, recipe, group_size, settings)
     tokens = None
     if calibration is not None:
         tokens = token_windows(calibration, path, samples, sequence_length, seed)
-        settings = replace(settings, calibration_sha256=text_sha256(tokens))
-    plan = _plan(path, recipe, group_size, settings)
     for line in tables.plan_summary(plan):
         console.note(line)
     console.detail(render(tables.plan_table(plan)))

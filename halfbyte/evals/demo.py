@@ -72,7 +72,6 @@ def run_demo(output: Path, progress: Progress) -> DemoReport:
 
 def _quantize(method: Method, tokens: torch.Tensor, folder: Path, progress: Progress) -> None:
     """Plan, run and verify one checkpoint."""
-    from halfbyte.calibration.data import text_sha256
     from halfbyte.models import recipe_for
     from halfbyte.quantize.pipeline import run
     from halfbyte.quantize.plan import make_plan
@@ -85,7 +84,6 @@ def _quantize(method: Method, tokens: torch.Tensor, folder: Path, progress: Prog
         method=method,
         samples=SAMPLES,
         sequence_length=SEQUENCE_LENGTH,
-        calibration_sha256=text_sha256(tokens) if calibrated else None,
         seed=SEED,
     )
     plan = make_plan(checkpoint, load_recipe(recipe_for(checkpoint)), settings)

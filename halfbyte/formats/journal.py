@@ -88,7 +88,7 @@ class Journal:
 
 def identity_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """The first value that differs, as "<key> was <a>, now <b>"; nested keys joined by dots."""
-    for key in sorted(set(before) | set(now)):
+    for key in [*now, *(key for key in before if key not in now)]:
         old, new = before.get(key), now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             if (inner := identity_difference(old, new)) is not None:

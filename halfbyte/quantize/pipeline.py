@@ -32,7 +32,8 @@ from halfbyte.formats.journal import identity_difference
 from halfbyte.formats.shards import ShardReader
 from halfbyte.formats.writer import CheckpointWriter
 from halfbyte.progress import Progress, SilentProgress
-from halfbyte.quantize.plan import package_versions
+from halfbyte.quantize.memory import calibrates
+from halfbyte.quantize.plan import package_versions, with_calibration
 from halfbyte.quantize.recipe import recipe_to_dict
 
 if TYPE_CHECKING:
@@ -52,13 +53,15 @@ def run(
 ) -> RunReport:
     """Carry out a plan into the folder `output`.
 
-    `tokens` int64 [sequences, length] are the calibration tokens, None for a data-free method.
+    `tokens` int64 [samples, sequence_length] are the calibration tokens, None for a data-free
+    method; their hash becomes part of the plan.
     With `resume`, an interrupted run of the same plan goes on where it was, bit for bit; a finished
     one is reported as such. Raises OutputError, ResumeError, CheckpointError, CalibrationError;
     after any of them the folder is either resumable or untouched.
     """
     started = time.monotonic()
     progress = progress or SilentProgress()
+    plan = _with_tokens(plan, tokens)
     identity = run_identity(plan)
     if resume and (finished := _finished(output, identity)) is not None:
         return finished
@@ -90,6 +93,18 @@ def run(
         writer.finish(output_config(plan), report.to_json())
     progress.finish()
     return report
+
+
+def _with_tokens(plan: Plan, tokens: torch.Tensor | None) -> Plan:
+    """The plan for these tokens. Raises ValueError when they are not what it asks for."""
+    from halfbyte.calibration.data import text_sha256
+
+    settings = plan.settings
+    wanted = (settings.samples, settings.sequence_length) if calibrates(settings) else None
+    given = None if tokens is None else tuple(tokens.shape)
+    if wanted != given:
+        raise ValueError(f"the plan asks for tokens of shape {wanted}, given are {given}")
+    return plan if tokens is None else with_calibration(plan, text_sha256(tokens))
 
 
 @contextmanager
@@ -165,8 +180,9 @@ def _work(
         (i for i, u in enumerate(plan.units) if any(t.action == "quantize" for t in u.tensors)),
         default=-1,
     )
-    calibrated = tokens is not None and plan.settings.method != "rtn"
-    layers = _layer_quantizer(plan, reader, tokens) if calibrated and done <= last else None
+    layers = None
+    if tokens is not None and done <= last:
+        layers = _layer_quantizer(plan, reader, tokens)
     if layers is not None and (state := _latest_state(writer)) is not None:
         layers.load(state)
     for i, unit in enumerate(plan.units):
@@ -194,18 +210,14 @@ def _work(
         progress.note(_summary(unit, reports))
 
 
-def _layer_quantizer(
-    plan: Plan, reader: ShardReader, tokens: torch.Tensor | None
-) -> LayerQuantizer:
+def _layer_quantizer(plan: Plan, reader: ShardReader, tokens: torch.Tensor) -> LayerQuantizer:
     import torch
 
     from halfbyte.calibration.architecture import Architecture
     from halfbyte.calibration.runner import LayerRunner
     from halfbyte.quantize.calibrated import LayerQuantizer
 
-    assert tokens is not None
     settings = plan.settings
-    torch.manual_seed(settings.seed)
     runner = LayerRunner(
         Architecture.of(plan.checkpoint),
         {t.name: t.source for t in plan.tensors},

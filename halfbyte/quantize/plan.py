@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby
 from typing import Any
 
+from halfbyte.calibration.families import language_model
 from halfbyte.core import (
     Checkpoint,
     OutputTensor,
@@ -22,6 +23,7 @@ from halfbyte.core import (
     Recipe,
     Rule,
     Settings,
+    ShardLayout,
     StoredWeight,
     TensorPlan,
     Unit,
@@ -60,7 +62,10 @@ def make_plan(
 
     Raises `RecipeError` when the recipe does not fit the checkpoint, or when neither vLLM nor
     SGLang could load what it asks for; what only one of them cannot load becomes a warning.
+    Raises `UnsupportedModelError` when the method calibrates and the architecture cannot be run.
     """
+    if calibrates(settings):
+        language_model(checkpoint)
     with _collector_paused():
         return _make_plan(checkpoint, recipe, settings, max_shard_bytes)
 
@@ -98,15 +103,28 @@ def _make_plan(
         memory=estimate_memory(units, settings, model),
         disk=sum(shard.nbytes for shard in shards) + side_files + state,
         warnings=warnings,
-        fingerprint=fingerprint(
-            {
-                "checkpoint": checkpoint.fingerprint,
-                "recipe": recipe_to_dict(recipe),
-                "settings": asdict(settings),
-                "max_shard_bytes": max_shard_bytes,
-                "versions": package_versions(),
-            }
-        ),
+        fingerprint=_fingerprint(checkpoint, recipe, settings, shards),
+    )
+
+
+def with_calibration(plan: Plan, sha256: str) -> Plan:
+    """The same plan for calibration on the text with this hash, which decides output bytes, too."""
+    settings = replace(plan.settings, calibration_sha256=sha256)
+    mark = _fingerprint(plan.checkpoint, plan.recipe, settings, plan.shards)
+    return replace(plan, settings=settings, fingerprint=mark)
+
+
+def _fingerprint(
+    checkpoint: Checkpoint, recipe: Recipe, settings: Settings, shards: Sequence[ShardLayout]
+) -> str:
+    return fingerprint(
+        {
+            "checkpoint": checkpoint.fingerprint,
+            "recipe": recipe_to_dict(recipe),
+            "settings": asdict(settings),
+            "shards": [(shard.file, shard.nbytes) for shard in shards],
+            "versions": package_versions(),
+        }
     )
 
 
