@@ -52,7 +52,8 @@ class LineProgress:
 
     def finish(self) -> None:
         if self._phase is not None:
-            self._say(f"{self._phase}: took {format_seconds(self._clock() - self._began)}")
+            if (took := self._clock() - self._began) >= 1:
+                self._say(f"{self._phase}: took {format_seconds(took)}")
             self._phase = None
 
     def _say(self, text: str) -> None:
@@ -113,4 +114,6 @@ def _format_amount(amount: float, unit: str) -> str:
 
 def _format_share(done: float, total: float, speed: float, unit: str) -> str:
     text = f"{_format_amount(done, unit)} of {_format_amount(total, unit)}"
+    if unit != "bytes" and 0 < speed < 10:
+        return f"{text}, {speed:.2g} {unit}/s"
     return f"{text}, {_format_amount(speed, unit)}/s" if speed else text

@@ -158,13 +158,14 @@ def test_line_progress_is_sparse() -> None:
 
 def test_a_phase_ends_the_one_before() -> None:
     stream = io.StringIO()
-    progress = LineProgress(stream, clock=lambda: 0.0)
+    progress = LineProgress(stream, clock=iter([0.0, 2.0, 2.0, 2.1]).__next__)
     progress.start("embed", 3, "sequences")
     progress.start("solve", 4, "layers")
+    progress.finish()
     assert stream.getvalue().splitlines() == [
         "embed: 3 sequences",
-        "embed: took 0.0 s",
-        "solve: 4 layers",
+        "embed: took 2.0 s",
+        "solve: 4 layers",  # too short to say how long
     ]
 
 

@@ -172,10 +172,9 @@ def _work(
     """Do what is left of the plan, unit by unit."""
     done = len(writer.commits)
     sizes = [sum(t.source.nbytes for t in unit.tensors) for unit in plan.units]
-    progress.start("quantize", sum(sizes), "bytes")
     if done:
         progress.note(f"resuming: {done} of {len(plan.units)} units are finished")
-        progress.advance(sum(sizes[:done]))
+    progress.start("quantize", sum(sizes[done:]), "bytes")
     last = max(
         (i for i, u in enumerate(plan.units) if any(t.action == "quantize" for t in u.tensors)),
         default=-1,
