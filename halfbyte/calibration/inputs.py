@@ -20,7 +20,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from halfbyte.calibration.runner import LayerRunner, Routing, State
+from halfbyte.calibration.routing import Routing
+from halfbyte.calibration.runner import LayerRunner, State
 from halfbyte.core import InputStats, Rung
 from halfbyte.errors import CalibrationError
 

@@ -21,6 +21,7 @@ from torch import nn
 from halfbyte.calibration.architecture import Architecture
 from halfbyte.calibration.indexer import SlicedIndexer
 from halfbyte.calibration.limits import BATCH_TOKENS
+from halfbyte.calibration.routing import ExpertsTakenOut, Routing
 from halfbyte.core import StoredWeight
 from halfbyte.errors import CalibrationError, CheckpointError
 from halfbyte.formats.shards import ShardReader
@@ -37,62 +38,6 @@ class State:
     topk: torch.Tensor | None = None
     """int32 [sequences, length, index_topk]: the tokens that sparse attention selected, for layers
     that share an indexer. None while every token is selected (length <= index_topk)."""
-
-
-@dataclass(frozen=True)
-class Routing:
-    """Input of a layer's routed experts and where each token goes."""
-
-    hidden: torch.Tensor
-    """[tokens, hidden_size], compute dtype."""
-    _order: torch.Tensor
-    _weight: torch.Tensor
-    _offsets: list[int]
-    _top_k: int
-
-    @classmethod
-    def of(
-        cls, hidden: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, experts: int
-    ) -> Routing:
-        """`index` int64 and `weight` float, both [tokens, top_k], as the router returns them."""
-        flat = index.reshape(-1)
-        counts = torch.bincount(flat, minlength=experts)
-        return cls(
-            hidden,
-            torch.argsort(flat, stable=True),
-            weight.reshape(-1),
-            [0, *counts.cumsum(0).tolist()],
-            index.shape[1],
-        )
-
-    def tokens(self, expert: int) -> int:
-        """How many tokens the router sends to this expert."""
-        return self._offsets[expert + 1] - self._offsets[expert]
-
-    def rows(self, expert: int) -> torch.Tensor:
-        """int64 [n]: the tokens of this expert, ascending."""
-        return self._slots(expert) // self._top_k
-
-    def weight(self, expert: int) -> torch.Tensor:
-        """[n, 1]: router weights of those tokens."""
-        return self._weight[self._slots(expert), None]
-
-    def _slots(self, expert: int) -> torch.Tensor:
-        return self._order[self._offsets[expert] : self._offsets[expert + 1]]
-
-
-class _ExpertsTakenOut(nn.Module):
-    """Stands where the routed experts were: keeps what they would get, contributes nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-
-    def forward(
-        self, hidden: torch.Tensor, index: torch.Tensor, weight: torch.Tensor
-    ) -> torch.Tensor:
-        self.seen.append((hidden, index, weight))
-        return torch.zeros_like(hidden)
 
 
 class LayerRunner:
@@ -149,7 +94,7 @@ class LayerRunner:
         """
         layer = self.architecture.layer(index)
         if hasattr(layer.mlp, "experts"):
-            layer.mlp.experts = _ExpertsTakenOut()
+            layer.mlp.experts = ExpertsTakenOut(self.architecture.config.num_experts_per_tok)
         attention: Any = layer.self_attn
         if getattr(attention, "indexer", None) is not None:
             attention.indexer = SlicedIndexer(attention.indexer)
@@ -182,55 +127,52 @@ class LayerRunner:
         """
         length = state.hidden.shape[1]
         position = torch.arange(length, device=self.device)[None]
-        rotary = self._rotary(state.hidden[:1], position)
-        topk = self.architecture.index_topk
-        mask = None
-        if topk is not None:
-            mask = torch.ones(length, length, dtype=torch.bool, device=self.device).tril()
-            mask = mask[None, None]
-            attention: Any = layer.self_attn
-            if length <= topk:
-                # The indexer would select every token: give it that instead of running it.
-                attention.indexer = None
+        always = {
+            "position_ids": position,
+            "position_embeddings": self._rotary(state.hidden[:1], position),
+        }
+        experts = getattr(layer.mlp, "experts", None)
+        if experts is not None and keep:
+            experts.expect(state.hidden)
+        sparse = self.architecture.index_topk is not None
         selected = []
         for rows in batches(*state.hidden.shape[:2]):
-            kwargs = {}
-            if topk is not None:
-                kwargs["prev_topk_indices"] = self._shared_topk(state, rows)
-            out = layer(
-                state.hidden[rows],
-                attention_mask=None if mask is None else mask.expand(_count(rows), -1, -1, -1),
-                position_ids=position,
-                position_embeddings=rotary,
-                **kwargs,
-            )
-            if topk is not None:
+            arguments = self._sparse_arguments(layer, state, rows) if sparse else {}
+            out = layer(state.hidden[rows], **always, **arguments)
+            if sparse:
                 out, chosen = out
-                if topk < length:
-                    selected.append(chosen)
+                selected.append(chosen)
             if keep:
                 state.hidden[rows] = out
-        if keep and selected:
-            state.topk = torch.cat(selected)
-        experts = getattr(layer.mlp, "experts", None)
-        if not isinstance(experts, _ExpertsTakenOut):
-            return None
-        seen, experts.seen = experts.seen, []
         if not keep:
             return None
-        if not seen:
-            none = state.hidden.new_empty(0, 1)
-            seen = [(state.hidden.flatten(0, 1), none.long(), none)]
-        hidden, index, weight = (torch.cat(parts) for parts in zip(*seen, strict=True))
-        return Routing.of(hidden, index, weight, self.architecture.config.n_routed_experts)
+        if selected and selected[0].shape[-1] < length:
+            state.topk = torch.cat(selected)
+        if experts is None:
+            return None
+        return Routing.of(*experts.take(), self.architecture.config.n_routed_experts)
 
-    def _shared_topk(self, state: State, rows: slice) -> torch.Tensor:
-        """The selection that a layer without an indexer reuses; all tokens while they all fit."""
+    def _sparse_arguments(
+        self, layer: nn.Module, state: State, rows: slice
+    ) -> dict[str, torch.Tensor]:
+        """What a layer with sparse attention wants besides: the causal mask, as its indexer needs
+        it, and the selection that a layer without an indexer reuses."""
+        length, topk = state.hidden.shape[1], self.architecture.index_topk
+        assert topk is not None
+        mask = torch.ones(length, length, dtype=torch.bool, device=self.device).tril()
         if state.topk is not None:
-            return state.topk[rows]
-        length = state.hidden.shape[1]
-        every = torch.arange(length, dtype=torch.int32, device=self.device)
-        return every.expand(_count(rows), length, length)
+            chosen = state.topk[rows]
+        else:
+            every = torch.arange(length, dtype=torch.int32, device=self.device)
+            chosen = every.expand(_count(rows), length, length)
+        if length <= topk:
+            # An indexer would select every token: give the layer that instead of running it.
+            attention: Any = layer.self_attn
+            attention.indexer = None
+        return {
+            "attention_mask": mask.expand(_count(rows), 1, -1, -1),
+            "prev_topk_indices": chosen,
+        }
 
     def load_expert(self, index: int, expert: int) -> dict[str, torch.Tensor]:
         """gate_proj and up_proj [I, H], down_proj [H, I] of one expert, float32."""

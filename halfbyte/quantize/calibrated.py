@@ -23,7 +23,8 @@ from halfbyte.calibration.inputs import (
     is_routed_expert,
 )
 from halfbyte.calibration.mtp import mtp_input
-from halfbyte.calibration.runner import LayerRunner, Routing, State, check_finite
+from halfbyte.calibration.routing import Routing
+from halfbyte.calibration.runner import LayerRunner, State, check_finite
 from halfbyte.core import (
     InputStats,
     LinearReport,

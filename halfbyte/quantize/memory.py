@@ -56,7 +56,7 @@ def estimate_memory(
     plain = max((_plain(layer, settings) for layer in layers), default=0)
     hessians = max((_hessians(layer) for layer in layers), default=0)
     forward = {
-        "hidden states and experts' input": 3 * hidden_bytes(settings, model),
+        "hidden states and experts' input": 2 * hidden_bytes(settings, model),
         "plain weights of a layer": plain,
         "activations of a batch": _activations(settings, model),
         "Hessians of plain linears": hessians,

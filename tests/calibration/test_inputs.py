@@ -18,7 +18,8 @@ from halfbyte.calibration.inputs import (
     input_of,
     is_routed_expert,
 )
-from halfbyte.calibration.runner import LayerRunner, Routing
+from halfbyte.calibration.routing import Routing
+from halfbyte.calibration.runner import LayerRunner
 from halfbyte.core import InputStats
 from halfbyte.errors import CalibrationError
 from halfbyte.formats.checkpoint import open_checkpoint

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from halfbyte.calibration import runner as runner_module
 from halfbyte.calibration.architecture import Architecture
-from halfbyte.calibration.runner import LayerRunner, Routing, State, batches
+from halfbyte.calibration.routing import Routing
+from halfbyte.calibration.runner import LayerRunner, State, batches
 from halfbyte.errors import CalibrationError, CheckpointError, UnsupportedModelError
 from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.shards import ShardReader
