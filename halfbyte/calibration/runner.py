@@ -150,7 +150,8 @@ class LayerRunner:
             state.topk = torch.cat(selected)
         if experts is None:
             return None
-        return Routing.of(*experts.take(), self.architecture.config.n_routed_experts)
+        hidden, index, weight = experts.take()
+        return Routing.of(hidden, index, weight, self.architecture.config.n_routed_experts)
 
     def _sparse_arguments(
         self, layer: nn.Module, state: State, rows: slice
