@@ -19,9 +19,8 @@ from typing import Any
 
 from halfbyte.core import DTYPE_BYTES, Checkpoint, TensorInfo
 from halfbyte.errors import CheckpointError
+from halfbyte.formats.folder import CONFIG_FILE, INDEX_FILE, REPORT_FILE
 
-CONFIG_FILE = "config.json"
-INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
 MAX_HEADER_BYTES = 100_000_000
@@ -29,7 +28,7 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_COUNT = 2**63 - 1
 MAX_DIMENSIONS = 64
 
-SIDE_SUFFIXES = frozenset({".jinja", ".json", ".model", ".tiktoken", ".txt"})
+SIDE_SUFFIXES = frozenset({".jinja", ".json", ".model", ".py", ".tiktoken", ".txt"})
 SIDE_NAMES = frozenset({"LICENSE", "LICENSE.md", "NOTICE"})
 PICKLE_SUFFIXES = frozenset({".bin", ".ckpt", ".pt", ".pth"})
 
@@ -257,14 +256,14 @@ def _parse_object(text: bytes, file: str) -> dict[str, Any]:
 def _side_files(folder: Path) -> tuple[str, ...]:
     """Files that belong to the model besides its weights.
 
-    Python files are left behind: a quantized copy must not carry code that nobody asked for.
+    Python files are among them: the tokenizer of Kimi-K2 is one. They are copied, never run.
     """
     return tuple(
         sorted(
             entry.name
             for entry in folder.iterdir()
             if (entry.suffix in SIDE_SUFFIXES or entry.name in SIDE_NAMES)
-            and entry.name != CONFIG_FILE
+            and entry.name not in (CONFIG_FILE, REPORT_FILE)
             and not entry.name.endswith(".index.json")
             and not entry.name.startswith(".")
             and entry.is_file()

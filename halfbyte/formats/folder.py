@@ -9,10 +9,11 @@ from pathlib import Path
 from halfbyte.core import Plan
 from halfbyte.errors import OutputError
 
-WORK = ".halfbyte"
+WORK_FOLDER = ".halfbyte"
 """Folder inside the output that exists while a run is unfinished: journal and calibration state."""
-INDEX = "model.safetensors.index.json"
-REPORT = "halfbyte_report.json"
+CONFIG_FILE = "config.json"
+INDEX_FILE = "model.safetensors.index.json"
+REPORT_FILE = "halfbyte_report.json"
 
 
 def prepare_folder(folder: Path, plan: Plan, *, resume: bool, overwrite: bool) -> None:
@@ -31,7 +32,7 @@ def prepare_folder(folder: Path, plan: Plan, *, resume: bool, overwrite: bool) -
     if present and overwrite and not resume:
         _clear(folder, present)
     elif present and not resume:
-        unfinished = WORK in present
+        unfinished = WORK_FOLDER in present
         raise OutputError(
             f"the output folder {folder} is not empty: it holds {len(present)} entries, "
             f"{present[0]} the first" + (", of an unfinished run" if unfinished else ""),
@@ -39,7 +40,7 @@ def prepare_folder(folder: Path, plan: Plan, *, resume: bool, overwrite: bool) -
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / WORK).mkdir(exist_ok=True)
+        (folder / WORK_FOLDER).mkdir(exist_ok=True)
     except OSError as error:
         raise OutputError(
             f"cannot write to {folder}: {error.strerror}", hint="choose another folder with -o DIR"
@@ -69,13 +70,13 @@ def _entries(folder: Path) -> list[str]:
 
 def _clear(folder: Path, present: list[str]) -> None:
     """Empty a folder that an earlier run of ours filled; anything else is not ours to delete."""
-    if WORK not in present and REPORT not in present:
+    if WORK_FOLDER not in present and REPORT_FILE not in present:
         raise OutputError(
             f"{folder} was not written by halfbyte, so --overwrite does not delete it",
             hint="delete it yourself or choose another folder with -o DIR",
         )
     # What makes the folder a model goes first, so that a crash here leaves no broken model.
-    for entry in sorted(present, key=lambda name: name not in ("config.json", INDEX)):
+    for entry in sorted(present, key=lambda name: name not in (CONFIG_FILE, INDEX_FILE)):
         path = folder / entry
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from halfbyte.core import DTYPE_BYTES, OutputTensor, Plan, ShardLayout, Unit
 from halfbyte.errors import OutputError, ResumeError
 from halfbyte.formats.files import PrefixHash, copy_atomic, sync_folder, write_atomic
-from halfbyte.formats.folder import INDEX, REPORT, WORK
+from halfbyte.formats.folder import CONFIG_FILE, INDEX_FILE, REPORT_FILE, WORK_FOLDER
 from halfbyte.formats.journal import Commit, Journal, identity_difference
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class CheckpointWriter:
         self._written: set[str] = set()
         self._hashes = {shard.file: PrefixHash() for shard in plan.shards}
         self._descriptors: dict[str, int] = {}
-        path = folder / WORK / "journal.jsonl"
+        path = folder / WORK_FOLDER / "journal.jsonl"
         # A journal whose very first line was cut off never committed anything.
         if path.exists() and b"\n" in path.read_bytes():
             self._journal = Journal.load(path)
@@ -112,7 +112,7 @@ class CheckpointWriter:
     @property
     def work(self) -> Path:
         """Folder for files that only an unfinished run needs."""
-        return self._folder / WORK
+        return self._folder / WORK_FOLDER
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Put a tensor, which must be as planned and not written before, at its place."""
@@ -172,10 +172,10 @@ class CheckpointWriter:
                 "metadata": {"total_size": sum(o.nbytes for o in self._outputs.values())},
                 "weight_map": {name: place[0].file for name, place in self._place.items()},
             }
-            write_atomic(folder / REPORT, _json(report))
-            write_atomic(folder / INDEX, _json(index))
-            write_atomic(folder / "config.json", _json(config))
-            shutil.rmtree(folder / WORK)
+            write_atomic(folder / REPORT_FILE, _json(report))
+            write_atomic(folder / INDEX_FILE, _json(index))
+            write_atomic(folder / CONFIG_FILE, _json(config))
+            shutil.rmtree(folder / WORK_FOLDER)
             sync_folder(folder)
 
     def shard_hashes(self) -> dict[str, str]:

@@ -27,7 +27,7 @@ from halfbyte.core import (
 )
 from halfbyte.errors import CheckpointError, ResumeError
 from halfbyte.formats import int4
-from halfbyte.formats.folder import REPORT, WORK, prepare_folder
+from halfbyte.formats.folder import CONFIG_FILE, REPORT_FILE, WORK_FOLDER, prepare_folder
 from halfbyte.formats.journal import identity_difference
 from halfbyte.formats.shards import ShardReader
 from halfbyte.formats.writer import CheckpointWriter
@@ -147,8 +147,8 @@ def _finished(output: Path, identity: Mapping[str, Any]) -> RunReport | None:
 
     Raises ResumeError when the folder holds a finished run of something else.
     """
-    path = output / REPORT
-    if not path.exists() or not (output / "config.json").exists():
+    path = output / REPORT_FILE
+    if not path.exists() or not (output / CONFIG_FILE).exists():
         return None
     stored = json.loads(path.read_text())
     now = json.loads(json.dumps({**identity, "source": identity["source"]["headers"]}))
@@ -158,7 +158,9 @@ def _finished(output: Path, identity: Mapping[str, Any]) -> RunReport | None:
             f"{output} holds the finished output of another run: {difference}",
             hint="choose another folder with -o DIR, or replace it with --overwrite",
         )
-    shutil.rmtree(output / WORK, ignore_errors=True)  # a crash came between config.json and this
+    shutil.rmtree(
+        output / WORK_FOLDER, ignore_errors=True
+    )  # a crash came between config.json and this
     return RunReport.from_json(stored, output=str(output), already_finished=True)
 
 

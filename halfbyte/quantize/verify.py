@@ -15,7 +15,7 @@ from pathlib import Path
 
 from halfbyte.core import Checkpoint, Plan, RunReport, StoredWeight
 from halfbyte.errors import CheckpointError, HalfbyteError
-from halfbyte.formats.checkpoint import INDEX_FILE, open_checkpoint
+from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.config import (
     config_count,
     is_linear,
@@ -24,7 +24,7 @@ from halfbyte.formats.config import (
     without_equal_experts,
 )
 from halfbyte.formats.files import CHUNK
-from halfbyte.formats.folder import REPORT, WORK
+from halfbyte.formats.folder import INDEX_FILE, REPORT_FILE, WORK_FOLDER
 from halfbyte.formats.loaders import check_loaders
 from halfbyte.formats.weights import layer_index, logical_weights, quantization_config
 from halfbyte.progress import Progress, SilentProgress
@@ -101,8 +101,10 @@ def _stray_files(folder: Path) -> Iterator[Mismatch]:
     """Weights beside the index, and the remains of a run that did not finish."""
     if not folder.is_dir():
         return
-    if (folder / WORK).exists():
-        yield Mismatch("folder", WORK, "is there, so the run that writes this folder is unfinished")
+    if (folder / WORK_FOLDER).exists():
+        yield Mismatch(
+            "folder", WORK_FOLDER, "is there, so the run that writes this folder is unfinished"
+        )
     try:
         named = set(json.loads((folder / INDEX_FILE).read_bytes())["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -114,13 +116,13 @@ def _stray_files(folder: Path) -> Iterator[Mismatch]:
 
 def _read_report(folder: Path, mismatches: list[Mismatch]) -> RunReport | None:
     """The report of the run that wrote the folder; None when others wrote it."""
-    path = folder / REPORT
+    path = folder / REPORT_FILE
     if not path.exists():
         return None
     try:
         return RunReport.from_json(json.loads(path.read_bytes()), output=str(folder))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        mismatches.append(Mismatch("report", REPORT, f"cannot be read: {error!r}"))
+        mismatches.append(Mismatch("report", REPORT_FILE, f"cannot be read: {error!r}"))
         return None
 
 
@@ -252,7 +254,9 @@ def _unchanged_files(source: Checkpoint, output: Checkpoint) -> Iterator[Mismatc
 def _unplanned(plan: Plan, output: Checkpoint, report: RunReport) -> Iterator[Mismatch]:
     """Differences between the plan, made again, and the headers of the output."""
     if plan.checkpoint.fingerprint != report.source:
-        yield Mismatch("report", REPORT, f"is of another source than {plan.checkpoint.path.name}")
+        yield Mismatch(
+            "report", REPORT_FILE, f"is of another source than {plan.checkpoint.path.name}"
+        )
     planned = {o.name: (o.dtype, o.shape) for t in plan.tensors for o in t.outputs}
     stored = {t.name: (t.dtype, t.shape) for t in output.tensors.values()}
     for name in sorted(planned.keys() | stored.keys()):

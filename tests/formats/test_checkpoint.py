@@ -96,7 +96,7 @@ def test_hub_cache_layout_of_symlinks(tiny: Path, tmp_path: Path) -> None:
     assert open_checkpoint(snapshot).tensors == open_checkpoint(tiny).tensors
 
 
-def test_side_files_travel_and_weights_and_code_do_not(tiny_copy: Path) -> None:
+def test_side_files_travel_and_weights_do_not(tiny_copy: Path) -> None:
     expected = open_checkpoint(tiny_copy).side_files
     assert expected == (
         "chat_template.jinja",
@@ -104,7 +104,7 @@ def test_side_files_travel_and_weights_and_code_do_not(tiny_copy: Path) -> None:
         "tokenizer.json",
         "tokenizer_config.json",
     )
-    for name in ("LICENSE", "merges.txt", "tokenizer.model"):
+    for name in ("LICENSE", "merges.txt", "tokenizer.model", "tokenization_kimi.py"):
         (tiny_copy / name).write_text("x")
     for name in (
         "README.md",
@@ -112,13 +112,13 @@ def test_side_files_travel_and_weights_and_code_do_not(tiny_copy: Path) -> None:
         ".hidden.json",
         "pytorch_model.bin",
         "pytorch_model.bin.index.json",
-        "modeling.py",
+        "halfbyte_report.json",
         "optimizer.pt",
         "extra.safetensors",
     ):
         (tiny_copy / name).write_text("x")
     (tiny_copy / "figures.json").mkdir()
-    added = {"LICENSE", "merges.txt", "tokenizer.model"}
+    added = {"LICENSE", "merges.txt", "tokenizer.model", "tokenization_kimi.py"}
     assert set(open_checkpoint(tiny_copy).side_files) == {*expected, *added}
 
 

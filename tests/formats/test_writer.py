@@ -29,7 +29,7 @@ from halfbyte.core import (
     tensor_bytes,
 )
 from halfbyte.errors import OutputError, ResumeError
-from halfbyte.formats.folder import WORK, prepare_folder
+from halfbyte.formats.folder import WORK_FOLDER, prepare_folder
 from halfbyte.formats.writer import CheckpointWriter, lay_out_shards
 
 TENSORS = {
@@ -117,7 +117,7 @@ def test_safetensors_reads_what_was_written(tmp_path: Path, plan: Plan) -> None:
             assert shard.metadata() == {"format": "pt"}
     assert (out / "tokenizer.json").read_bytes() == b'{"x": "\xc3\xa9"}'
     assert json.loads((out / "config.json").read_text()) == {"model_type": "x"}
-    assert not (out / WORK).exists()
+    assert not (out / WORK_FOLDER).exists()
     assert not list(out.rglob("*.partial"))
     hashes = json.loads((out / "halfbyte_report.json").read_text())["shards"]
     assert hashes == {
@@ -142,7 +142,7 @@ def test_resume_gives_the_same_bytes(
             # Half a unit, with other values than the resumed run will write.
             name = unit.tensors[-1].name
             writer.write(name, torch.zeros_like(TENSORS[name]))
-    with open(broken / WORK / "journal.jsonl", "ab") as journal:
+    with open(broken / WORK_FOLDER / "journal.jsonl", "ab") as journal:
         journal.write(b'{"unit": "layers.1", "shar')  # the line that the crash cut
     assert not (broken / "config.json").exists()
     prepare_folder(broken, plan, resume=True, overwrite=False)
@@ -192,7 +192,7 @@ def test_a_crash_before_any_system_call_can_be_resumed(
         left = 0
         if not (folder / "config.json").exists():  # config.json says that all the rest is there
             write(folder)
-        shutil.rmtree(folder / WORK, ignore_errors=True)
+        shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)
         assert contents(folder) == contents(whole), point
 
 

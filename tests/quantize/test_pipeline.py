@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from halfbyte.calibration import runner as runner_module
@@ -319,8 +319,6 @@ def test_an_expert_that_no_token_reaches(tmp_path: Path) -> None:
         for name in tensors:
             if name.endswith("e_score_correction_bias"):
                 tensors[name][2] = -100.0
-        from safetensors.torch import save_file
-
         save_file(tensors, shard, metadata={"format": "pt"})
     report = quantize(source, tmp_path / "out")
     starved = [r for r in report.linears if ".experts.2." in r.name]
@@ -350,6 +348,31 @@ def test_awkward_but_valid_sources(tmp_path: Path, options: dict[str, Any]) -> N
     assert verify(tmp_path / "out", source).mismatches == ()
 
 
+def test_language_model_inside_a_larger_one(tmp_path: Path) -> None:
+    """Kimi-K2.5's layout: another prefix, a vision tower, a tokenizer that is a Python file."""
+    plain = write_tiny(tmp_path / "plain", model_type="deepseek_v3", mtp=False)
+    text = json.loads((plain / "config.json").read_text())
+    source = tmp_path / "kimi"
+    source.mkdir()
+    tensors = {
+        f"language_model.{name}": tensor
+        for shard in plain.glob("*.safetensors")
+        for name, tensor in load_file(shard).items()
+    }
+    tensors["vision_tower.patch_embed.proj.weight"] = torch.randn(4, 4)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    config = {"model_type": "kimi_k25", "text_config": text | {"model_type": "kimi_k2"}}
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "tokenization_kimi.py").write_text("raise SystemExit('never run')")
+
+    report = quantize(source, tmp_path / "out")
+    assert verify(tmp_path / "out", source).mismatches == ()
+    assert {r.name.split(".layers.")[0] for r in report.linears} == {"language_model.model"}
+    assert (tmp_path / "out" / "tokenization_kimi.py").exists()
+    same = quantize(plain, tmp_path / "plain-out")
+    assert [r.error for r in report.linears] == [r.error for r in same.linears]
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize(
     "name", ["model.layers.2.input_layernorm.weight", "model.layers.2.mlp.gate.weight"]
@@ -358,8 +381,6 @@ def test_awkward_but_valid_sources(tmp_path: Path, options: dict[str, Any]) -> N
 def test_weights_that_are_not_finite(
     tmp_path: Path, name: str, value: float, settings: Settings
 ) -> None:
-    from safetensors.torch import save_file
-
     source = write_tiny(tmp_path / "tiny")
     for shard in source.glob("*.safetensors"):
         tensors = load_file(shard)
@@ -372,8 +393,6 @@ def test_weights_that_are_not_finite(
 
 
 def test_activations_that_overflow_name_the_layer(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     source = write_tiny(tmp_path / "tiny", source="bf16")
     for shard in source.glob("*.safetensors"):
         tensors = load_file(shard)

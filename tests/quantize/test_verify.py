@@ -16,7 +16,7 @@ import torch
 from halfbyte.core import Settings, TensorInfo
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.checkpoint import open_checkpoint
-from halfbyte.formats.folder import REPORT, WORK
+from halfbyte.formats.folder import REPORT_FILE, WORK_FOLDER
 from halfbyte.formats.shards import ShardReader
 from halfbyte.quantize.pipeline import run
 from halfbyte.quantize.plan import make_plan
@@ -24,7 +24,7 @@ from halfbyte.quantize.recipe import load_recipe, recipe_names
 from halfbyte.quantize.verify import Mismatch, VerifyResult, verify
 from halfbyte.testing.tiny import write_tiny
 
-INDEX = "model.safetensors.index.json"
+INDEX_FILE = "model.safetensors.index.json"
 GATE = "model.layers.1.mlp.experts.0.gate_proj"
 UP = "model.layers.1.mlp.experts.0.up_proj"
 
@@ -79,7 +79,7 @@ def believe(folder: Path) -> None:
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in folder.glob("*.safetensors")
     }
-    edit_json(folder / REPORT, lambda report: report.update(shards=hashes))
+    edit_json(folder / REPORT_FILE, lambda report: report.update(shards=hashes))
 
 
 def read(folder: Path, name: str) -> torch.Tensor:
@@ -147,7 +147,7 @@ def test_bf16_and_tied_sources_pass(tmp_path: Path) -> None:
 
 
 def test_an_output_of_others_needs_no_report(output: Path, tiny: Path) -> None:
-    (output / REPORT).unlink()
+    (output / REPORT_FILE).unlink()
     result = verify(output, tiny)
     assert (result.mismatches, result.compared > 0) == ((), True)
 
@@ -181,7 +181,7 @@ def test_a_flipped_byte_is_found_by_its_hash_and_by_its_value(output: Path, tiny
 
 
 def test_a_scale_missing_from_the_index(output: Path) -> None:
-    edit_json(output / INDEX, lambda index: index["weight_map"].pop(f"{GATE}.weight_scale"))
+    edit_json(output / INDEX_FILE, lambda index: index["weight_map"].pop(f"{GATE}.weight_scale"))
     mismatch = only(verify(output))
     assert mismatch.kind == "folder"
     assert f"{GATE}.weight_scale, but the index does not name it" in mismatch.message
@@ -209,14 +209,14 @@ def test_a_stray_shard(output: Path) -> None:
 
 
 def test_an_unfinished_run(output: Path) -> None:
-    (output / WORK).mkdir()
+    (output / WORK_FOLDER).mkdir()
     shutil.copy(sorted(output.glob("*.safetensors"))[0], output / "m.safetensors.partial")
-    assert [m.name for m in verify(output).mismatches] == [WORK, "m.safetensors.partial"]
+    assert [m.name for m in verify(output).mismatches] == [WORK_FOLDER, "m.safetensors.partial"]
 
 
 def test_an_mtp_layer_dropped_from_the_index(output: Path) -> None:
     mtp = mtp_tensors(output)
-    edit_json(output / INDEX, lambda index: [index["weight_map"].pop(name) for name in mtp])
+    edit_json(output / INDEX_FILE, lambda index: [index["weight_map"].pop(name) for name in mtp])
     mismatch = only(verify(output))
     assert mismatch.kind == "folder"
     assert "model.layers.4." in mismatch.message
@@ -227,7 +227,7 @@ def test_an_mtp_layer_dropped_from_index_and_shards(output: Path, tiny: Path) ->
     from safetensors.torch import load_file, save_file
 
     mtp = mtp_tensors(output)
-    edit_json(output / INDEX, lambda index: [index["weight_map"].pop(name) for name in mtp])
+    edit_json(output / INDEX_FILE, lambda index: [index["weight_map"].pop(name) for name in mtp])
     for path in {output / shard for shard in mtp.values()}:
         kept = {n: t for n, t in load_file(path).items() if n not in mtp}
         path.unlink()
@@ -246,17 +246,17 @@ def mtp_tensors(folder: Path) -> dict[str, str]:
 
 
 def test_a_wrong_total_size(output: Path) -> None:
-    edit_json(output / INDEX, lambda index: index["metadata"].update(total_size=5))
+    edit_json(output / INDEX_FILE, lambda index: index["metadata"].update(total_size=5))
     assert "total_size is 5, the tensors take" in only(verify(output)).message
 
 
 def test_a_report_that_is_none(output: Path) -> None:
-    (output / REPORT).write_text("{}")
+    (output / REPORT_FILE).write_text("{}")
     assert only(verify(output)).kind == "report"
 
 
 def test_a_shard_the_report_does_not_know(output: Path) -> None:
-    edit_json(output / REPORT, lambda report: report["shards"].popitem())
+    edit_json(output / REPORT_FILE, lambda report: report["shards"].popitem())
     assert "is in the folder but not in the report" in only(verify(output)).message
 
 
@@ -290,7 +290,7 @@ def test_codes_of_gate_and_up_swapped_without_a_report(output: Path, tiny: Path)
     gate, up = (read(output, f"{name}.weight_packed") for name in (GATE, UP))
     edit_tensor(output, f"{GATE}.weight_packed", lambda _: up)
     edit_tensor(output, f"{UP}.weight_packed", lambda _: gate)
-    (output / REPORT).unlink()
+    (output / REPORT_FILE).unlink()
     found = verify(output, tiny).mismatches
     assert {m.name for m in found} == {f"{GATE}.weight", f"{UP}.weight"}
     assert all("times the rounding noise" in m.message for m in found)
@@ -307,7 +307,7 @@ def test_an_error_other_than_the_reported(output: Path, tiny: Path) -> None:
         (linear,) = (line for line in report["linears"] if line["name"] == GATE)
         linear["weight_error"] *= 1.1
 
-    edit_json(output / REPORT, lie)
+    edit_json(output / REPORT_FILE, lie)
     assert "the report says" in only(verify(output, tiny)).message
 
 
@@ -404,7 +404,7 @@ def rename_tensor(folder: Path, name: str, new: str) -> None:
     path = folder / info.shard
     path.write_bytes(path.read_bytes().replace(name.encode(), new.encode(), 1))
     edit_json(
-        folder / INDEX,
+        folder / INDEX_FILE,
         lambda index: index["weight_map"].update({new: index["weight_map"].pop(name)}),
     )
     believe(folder)
@@ -413,12 +413,12 @@ def rename_tensor(folder: Path, name: str, new: str) -> None:
 def test_a_report_of_another_source(output: Path, tmp_path: Path) -> None:
     other = write_tiny(tmp_path / "other", seed=1, shards=2)
     found = verify(output, other).mismatches
-    assert ("report", REPORT) in {(m.kind, m.name) for m in found}
+    assert ("report", REPORT_FILE) in {(m.kind, m.name) for m in found}
     assert sum(m.kind == "value" for m in found) > 10
 
 
 def test_a_recipe_that_does_not_fit_the_source(output: Path, tiny: Path) -> None:
-    edit_json(output / REPORT, lambda report: report["recipe"]["rules"].pop())
-    edit_json(output / REPORT, lambda report: report["recipe"]["rules"].pop())
+    edit_json(output / REPORT_FILE, lambda report: report["recipe"]["rules"].pop())
+    edit_json(output / REPORT_FILE, lambda report: report["recipe"]["rules"].pop())
     found = verify(output, tiny).mismatches
     assert any("the plan cannot be made again: no rule" in m.message for m in found)
