@@ -112,7 +112,7 @@ class ShardReader:
         """
         parts = {key: self.read(info) for key, info in stored.parts.items()}
         if "scale" in parts:
-            _require_finite(stored.parts["scale"], parts["scale"], positive=True)
+            require_finite(stored.parts["scale"], parts["scale"], positive=True)
         if stored.encoding == "fp8":
             assert stored.block is not None
             (rows, columns), (block_rows, block_columns) = stored.shape, stored.block
@@ -128,7 +128,7 @@ class ShardReader:
             weight = dequantize_int4(codes, scales, dtype)
         else:
             weight = parts["weight"].to(dtype)
-        _require_finite(next(iter(stored.parts.values())), weight)
+        require_finite(next(iter(stored.parts.values())), weight)
         return weight
 
     def _shard(self, name: str) -> _OpenShard:
@@ -155,7 +155,7 @@ def _fill(buffer: memoryview, fd: int, offset: int) -> None:
         done += count
 
 
-def _require_finite(info: TensorInfo, values: torch.Tensor, *, positive: bool = False) -> None:
+def require_finite(info: TensorInfo, values: torch.Tensor, *, positive: bool = False) -> None:
     """Raise unless all values are finite, and positive where asked."""
     if not values.numel():
         return

@@ -10,23 +10,15 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.core import (
-    LinearReport,
-    Plan,
-    QuantizedWeight,
-    RunReport,
-    Settings,
-    TensorPlan,
-    Unit,
-)
-from halfbyte.errors import CheckpointError, ResumeError
-from halfbyte.formats import int4
+from halfbyte.core import LinearReport, Plan, RunReport, Settings, Unit
+from halfbyte.errors import ResumeError
 from halfbyte.formats.folder import CONFIG_FILE, REPORT_FILE, WORK_FOLDER, prepare_folder
 from halfbyte.formats.journal import identity_difference
 from halfbyte.formats.shards import ShardReader
@@ -172,6 +164,8 @@ def _work(
     progress: Progress,
 ) -> None:
     """Do what is left of the plan, unit by unit."""
+    from halfbyte.quantize.conversion import convert, write_int4
+
     done = len(writer.commits)
     sizes = [sum(t.source.nbytes for t in unit.tensors) for unit in plan.units]
     if done:
@@ -193,7 +187,7 @@ def _work(
         in_layers = layers is not None and unit.kind in ("layer", "mtp") and i <= last
         if in_layers:
             assert layers is not None
-            reports = layers.run(unit, _emitter(writer))
+            reports = layers.run(unit, partial(write_int4, writer))
             if i < last:
                 record["state"] = f"state-{i}.safetensors"
                 layers.save(writer.work / record["state"])
@@ -201,7 +195,7 @@ def _work(
             reports = []
         for tensor in unit.tensors:
             if tensor.action != "quantize" or not in_layers:
-                reports += _convert(tensor, plan, reader, writer)
+                reports += convert(tensor, plan.settings, reader, writer)
         record["linears"] = [asdict(report) for report in reports]
         writer.commit(unit, record)
         for stale in writer.work.glob("state-*.safetensors"):
@@ -240,41 +234,6 @@ def _latest_state(writer: CheckpointWriter) -> Path | None:
             f"the calibration state {path} is missing", hint="start again with --overwrite"
         )
     return path
-
-
-def _emitter(writer: CheckpointWriter) -> Callable[[TensorPlan, QuantizedWeight], None]:
-    def emit(plan: TensorPlan, quantized: QuantizedWeight) -> None:
-        for name, tensor in int4.pack(plan.name, quantized, plan.source.shape).items():
-            writer.write(name, tensor)
-
-    return emit
-
-
-def _convert(
-    tensor: TensorPlan, plan: Plan, reader: ShardReader, writer: CheckpointWriter
-) -> list[LinearReport]:
-    """Carry out a decision that needs no calibration: copy, dequantize, or plain rounding."""
-    import torch
-
-    if tensor.action == "dequantize":
-        writer.write(tensor.outputs[0].name, reader.read_weight(tensor.source, torch.bfloat16))
-    elif tensor.action == "copy":
-        for part, output in zip(tensor.source.parts.values(), tensor.outputs, strict=True):
-            stored = reader.read(part)
-            if stored.is_floating_point() and not bool(torch.isfinite(stored.float()).all()):
-                raise CheckpointError(f"{part.name} in {part.shard} holds NaN or infinite values")
-            writer.write(output.name, stored)
-    elif tensor.action == "quantize":
-        from halfbyte.quantize.calibrated import report_of
-        from halfbyte.quantize.solver import solve
-
-        assert tensor.scheme is not None
-        weight = reader.read_weight(tensor.source, torch.float32).to(plan.settings.device)
-        solved = solve(weight[None], tensor.scheme, None, plan.settings)
-        quantized, rtn_error = solved.rows(0, 0, weight.shape[0])
-        _emitter(writer)(tensor, quantized)
-        return [report_of(tensor, weight, quantized, rtn_error, None)]
-    return []
 
 
 def _summary(unit: Unit, reports: list[LinearReport]) -> str:
