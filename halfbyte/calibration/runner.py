@@ -64,7 +64,7 @@ class LayerRunner:
         stored = self._weights.get(name)
         if stored is None:
             raise CheckpointError(f"{name} is missing from the checkpoint")
-        return self._reader.read_weight(stored, dtype or self.dtype).to(self.device)
+        return self._reader.read_weight(stored, dtype or self.dtype, self.device)
 
     def embed(self, tokens: torch.Tensor) -> State:
         """State before layer 0. `tokens` is int64 [sequences, length]."""

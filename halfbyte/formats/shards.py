@@ -104,13 +104,18 @@ class ShardReader:
             ) from error
         return data.view(TORCH_DTYPES[info.dtype]).reshape(shape)
 
-    def read_weight(self, stored: StoredWeight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The logical weight, decoded in float32 and cast to `dtype`, on the CPU.
+    def read_weight(
+        self,
+        stored: StoredWeight,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> torch.Tensor:
+        """The logical weight, decoded in float32 and cast to `dtype`, on and by `device`.
 
         Raises `CheckpointError` for values that are not finite and for scales that are not
         positive, with the first such coordinate: both mean a damaged file.
         """
-        parts = {key: self.read(info) for key, info in stored.parts.items()}
+        parts = {key: self.read(info).to(device) for key, info in stored.parts.items()}
         if "scale" in parts:
             require_finite(stored.parts["scale"], parts["scale"], positive=True)
         if stored.encoding == "fp8":

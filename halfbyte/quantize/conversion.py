@@ -30,7 +30,7 @@ def convert(
             writer.write(output.name, stored)
     elif tensor.action == "quantize":
         assert tensor.scheme is not None
-        weight = reader.read_weight(tensor.source, torch.float32).to(settings.device)
+        weight = reader.read_weight(tensor.source, torch.float32, settings.device)
         solved = solve(weight[None], tensor.scheme, None, settings)
         quantized, rtn_error = solved.rows(0, 0, weight.shape[0])
         write_int4(writer, tensor, quantized)
