@@ -224,6 +224,12 @@ def explain(error: BaseException) -> Failure:
         return Failure(
             f"{os.strerror(error.errno)}{where}", _OS_HINTS.get(error.errno), EXIT_FAILURE
         )
+    if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("halfbyte"):
+        return Failure(
+            f"the package {error.name} is not installed",
+            "install halfbyte with its dependencies: pip install halfbyte",
+            EXIT_FAILURE,
+        )
     if isinstance(error, MemoryError):
         return Failure("out of host memory", _LESS_MEMORY, EXIT_FAILURE)
     # torch.OutOfMemoryError, by name: an error must not be the reason to import torch.

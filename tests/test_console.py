@@ -212,6 +212,12 @@ class OutOfMemoryError(RuntimeError):
         (KeyboardInterrupt(), "interrupted", None, 130),
         (OSError(errno.ENOSPC, "", "out/a"), "No space left on device: out/a", "--resume", 1),
         (FileNotFoundError(errno.ENOENT, "", "a"), "No such file or directory: a", None, 1),
+        (
+            ModuleNotFoundError("No module named 'x'", name="x"),
+            "the package x is not installed",
+            "pip install",
+            1,
+        ),
         (MemoryError(), "out of host memory", "--samples", 1),
         (OutOfMemoryError("CUDA: 3\nmore"), "out of GPU memory: CUDA: 3", "--samples", 1),
         (ValueError("odd"), "unexpected ValueError: odd", "HALFBYTE_DEBUG=1", 1),
