@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -167,8 +170,6 @@ def refused(
 def test_damaged_sources(
     damage: Callable[[Path], None], tiny_copy: Path, refused: Callable[..., Refusal]
 ) -> None:
-    import re
-
     damage(tiny_copy)
     refusal = refused(tiny_copy)
     assert re.search(SOURCES[damage], refusal.errors[0]), refusal.errors[0]
@@ -276,9 +277,16 @@ def test_output_folder_not_empty(
     assert "--overwrite" in refusal.err
 
 
-def test_output_that_cannot_be_written(tiny: Path, refused: Callable[..., Refusal]) -> None:
-    error = refused(tiny, "-o", "/proc/halfbyte").errors[0]
-    assert "cannot write to /proc/halfbyte" in error
+def test_output_that_cannot_be_written(
+    tiny: Path, tmp_path: Path, refused: Callable[..., Refusal], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(path: Path, **_: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", read_only)
+        error = refused(tiny).errors[0]
+    assert f"cannot write to {tmp_path / 'out'}: Read-only file system" in error
 
 
 def test_disk_too_small(
@@ -293,9 +301,6 @@ def test_disk_too_small(
 def test_disk_that_fills_up_leaves_a_resumable_run(
     tiny: Path, tmp_path: Path, refused: Callable[..., Refusal], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import errno
-    import os
-
     write, written = os.pwrite, 0
 
     def full(descriptor: int, data: Any, offset: int) -> int:

@@ -29,24 +29,35 @@ def prepare_folder(folder: Path, plan: Plan, *, resume: bool, overwrite: bool) -
             hint="choose another folder with -o DIR",
         )
     present = _entries(folder)
-    if present and overwrite and not resume:
-        _clear(folder, present)
-    elif present and not resume:
+    if present and not resume and not overwrite:
         unfinished = WORK_FOLDER in present
         raise OutputError(
             f"the output folder {folder} is not empty: it holds {len(present)} entries, "
             f"{present[0]} the first" + (", of an unfinished run" if unfinished else ""),
             hint="go on with --resume, start again with --overwrite, or choose another -o DIR",
         )
+    if present and WORK_FOLDER not in present and REPORT_FILE not in present:
+        raise OutputError(
+            f"{folder} holds {len(present)} entries, {present[0]} the first, and none was written "
+            "by halfbyte: there is nothing to resume, and nothing that may be overwritten",
+            hint="choose another folder with -o DIR",
+        )
+    _require_room(folder, plan)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / WORK_FOLDER).mkdir(exist_ok=True)
+        if overwrite and not resume:
+            _clear(folder, present)
+        (folder / WORK_FOLDER).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(
             f"cannot write to {folder}: {error.strerror}", hint="choose another folder with -o DIR"
         ) from error
+
+
+def _require_room(folder: Path, plan: Plan) -> None:
+    """What the folder holds already counts as room: it is part of the result, or makes way."""
     written = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
-    free = shutil.disk_usage(folder).free
+    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     if free + written < plan.disk:
         raise OutputError(
             f"the disk of {folder} is too small: {plan.disk - written:,} bytes needed, "
@@ -69,14 +80,14 @@ def _entries(folder: Path) -> list[str]:
 
 
 def _clear(folder: Path, present: list[str]) -> None:
-    """Empty a folder that an earlier run of ours filled; anything else is not ours to delete."""
-    if WORK_FOLDER not in present and REPORT_FILE not in present:
-        raise OutputError(
-            f"{folder} was not written by halfbyte, so --overwrite does not delete it",
-            hint="delete it yourself or choose another folder with -o DIR",
-        )
-    # What makes the folder a model goes first, so that a crash here leaves no broken model.
-    for entry in sorted(present, key=lambda name: name not in (CONFIG_FILE, INDEX_FILE)):
+    """Empty a folder that an earlier run of ours filled."""
+
+    def turn(name: str) -> int:
+        # First what makes the folder a model, so that a crash here leaves no broken one; last
+        # what shows that the folder is ours, so that the same command can be repeated.
+        return {CONFIG_FILE: 0, INDEX_FILE: 0, REPORT_FILE: 2, WORK_FOLDER: 2}.get(name, 1)
+
+    for entry in sorted(present, key=turn):
         path = folder / entry
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)

@@ -244,13 +244,14 @@ def test_output_folder_is_refused(tmp_path: Path, plan: Plan) -> None:
     (full / "thesis.txt").write_text("mine")
     with pytest.raises(OutputError, match=r"not empty.*thesis\.txt"):
         prepare_folder(full, plan, resume=False, overwrite=False)
-    with pytest.raises(OutputError, match="not written by halfbyte"):
-        prepare_folder(full, plan, resume=False, overwrite=True)
-    assert (full / "thesis.txt").read_text() == "mine"
+    for options in ({"resume": True, "overwrite": False}, {"resume": False, "overwrite": True}):
+        with pytest.raises(OutputError, match=r"thesis\.txt.*none was written by halfbyte"):
+            prepare_folder(full, plan, **options)
+    assert [path.name for path in full.iterdir()] == ["thesis.txt"]
     with pytest.raises(OutputError, match="is a file"):
         prepare_folder(full / "thesis.txt", plan, resume=False, overwrite=False)
     with pytest.raises(OutputError, match="cannot write"):
-        prepare_folder(Path("/proc/halfbyte"), plan, resume=False, overwrite=False)
+        prepare_folder(full / "thesis.txt" / "out", plan, resume=False, overwrite=False)
     with pytest.raises(OutputError, match="lies in the source"):
         prepare_folder(tmp_path / "source" / "out", plan, resume=False, overwrite=False)
     with pytest.raises(OutputError, match="too small"):
@@ -260,6 +261,7 @@ def test_output_folder_is_refused(tmp_path: Path, plan: Plan) -> None:
             resume=False,
             overwrite=False,
         )
+    assert not (tmp_path / "out").exists()
 
 
 def test_overwrite_clears_what_an_earlier_run_left(tmp_path: Path, plan: Plan) -> None:
@@ -271,6 +273,43 @@ def test_overwrite_clears_what_an_earlier_run_left(tmp_path: Path, plan: Plan) -
     prepare_folder(out, plan, resume=False, overwrite=True)
     write_all(out, plan)
     assert contents(out) == before
+
+
+def test_overwrite_keeps_the_earlier_run_when_there_is_no_room(tmp_path: Path, plan: Plan) -> None:
+    out = tmp_path / "out"
+    prepare_folder(out, plan, resume=False, overwrite=False)
+    write_all(out, plan)
+    before = contents(out)
+    huge = make_plan(tmp_path / "source", disk=1 << 60)
+    with pytest.raises(OutputError, match="too small"):
+        prepare_folder(out, huge, resume=False, overwrite=True)
+    assert contents(out) == before
+
+
+def test_overwrite_can_be_repeated_after_a_crash_in_it(
+    tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    prepare_folder(out, plan, resume=False, overwrite=False)
+    write_all(out, plan)
+    before = contents(out)
+    unlink = Path.unlink
+    for survivors in range(len(before)):
+
+        def failing(path: Path, left: list[int] = [survivors], **kw: Any) -> None:  # noqa: B006
+            left[0] -= 1
+            if left[0] < 0:
+                raise Crash
+            unlink(path, **kw)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", failing)
+            with pytest.raises(Crash):
+                prepare_folder(out, plan, resume=False, overwrite=True)
+        assert survivors == 0 or not (out / "config.json").exists()
+        prepare_folder(out, plan, resume=False, overwrite=True)
+        write_all(out, plan)
+        assert contents(out) == before
 
 
 @given(
