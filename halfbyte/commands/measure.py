@@ -33,7 +33,7 @@ def evaluate(
         int | None, typer.Option("--max-windows", min=1, help="Windows of text. [default: all]")
     ] = None,
     tasks: Annotated[
-        Path | None, typer.Option("--tasks", help="Folder of lm-eval task files to score.")
+        Path | None, typer.Option("--tasks", help="Folder of lm-eval tasks; their code is run.")
     ] = None,
     task: Annotated[
         list[str] | None,

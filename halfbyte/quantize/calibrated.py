@@ -9,11 +9,13 @@ expert's output joins the residual stream. What leaves the layer is what the qua
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from halfbyte.calibration.inputs import (
@@ -75,10 +77,6 @@ class LayerQuantizer:
 
     def save(self, path: Path) -> None:
         """Store the state, durably."""
-        import os
-
-        from safetensors.torch import save_file
-
         assert self.state is not None
         tensors = {"hidden": self.state.hidden.cpu()}
         if self.state.topk is not None:
@@ -89,8 +87,6 @@ class LayerQuantizer:
 
     def load(self, path: Path) -> None:
         """Take up the state that `save` stored."""
-        from safetensors.torch import load_file
-
         tensors = load_file(path, device=str(self.runner.device))
         self.state = State(tensors["hidden"], tensors.get("topk"))
 
