@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from pathlib import Path
@@ -132,7 +133,8 @@ def plan(
 
 def default_output(source: Path) -> Path:
     """Where a run writes when it is not told: `models/GLM-5.2-FP8` -> `GLM-5.2-INT4`, here."""
-    name = re.sub(r"[-_.](fp8|bf16|fp16)$", "", source.resolve().name, flags=re.IGNORECASE)
+    typed = os.path.basename(os.path.abspath(source))  # links keep the name the user knows
+    name = re.sub(r"[-_.](fp8|bf16|fp16)$", "", typed, flags=re.IGNORECASE)
     return Path(f"{name}-INT4")
 
 
