@@ -186,13 +186,17 @@ class Settings:
     block_size: int = 128
     samples: int = 256
     sequence_length: int = 2048
-    calibration_sha256: str | None = None
-    """Hash of the token ids the model is calibrated on, set by the run that has them."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
     threads: int | None = None
     """CPU threads, which decide the order of sums and so the last bits; None is torch's own."""
     seed: int = 0
+    calibration_sha256: str | None = None
+    """Hash of the token ids the model is calibrated on, set by the run that has them."""
+
+    def identity(self) -> dict[str, Any]:
+        """By name, for comparison: which of several GPUs it was does not matter."""
+        return asdict(self) | {"device": self.device.split(":")[0]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,8 +302,9 @@ class InputStats:
     """Second moments of one linear input, shared by every linear that reads it."""
 
     hessian: torch.Tensor
-    """Mean of x xᵀ over the tokens seen, float32 [K, K]."""
+    """Mean of x xᵀ over these tokens and what topped them up, float32 [K, K]."""
     tokens: int
+    """Tokens that reach the input by themselves."""
     rung: Rung = "routed"
     """Which tokens the mean is over; see `calibration.inputs`."""
 
@@ -372,6 +377,11 @@ class RunReport:
     def from_json(cls, record: Mapping[str, Any], **volatile: Any) -> RunReport:
         """What `to_json` stored, with the parts it leaves out given or at their defaults."""
         fields = dict(record)
+        if fields.get("schema_version") != REPORT_SCHEMA:
+            raise ValueError(f"schema_version is {fields.get('schema_version')!r:.40}")
+        for name in ("recipe", "versions", "shards"):
+            if not isinstance(fields.get(name), dict):
+                raise TypeError(f"{name} is not an object")
         fields["settings"] = Settings(**fields["settings"])
         fields["linears"] = tuple(LinearReport(**linear) for linear in fields["linears"])
         fields["warnings"] = tuple(fields["warnings"])

@@ -19,6 +19,8 @@ from torch import nn
 from halfbyte.calibration.families import Family, language_model
 from halfbyte.core import Checkpoint
 from halfbyte.errors import CheckpointError
+from halfbyte.formats.config import config_count
+from halfbyte.formats.weights import layer_index
 
 
 @dataclass(frozen=True)
@@ -37,17 +39,25 @@ class Architecture:
     def of(cls, checkpoint: Checkpoint) -> Architecture:
         """Raises UnsupportedModelError for a model type without a layer runner."""
         family, fields, prefix = language_model(checkpoint)
-        return cls(
-            _configuration(family, fields, checkpoint),
-            prefix,
-            int(fields["num_hidden_layers"]),
-            family,
-        )
+        layers = config_count(fields, "num_hidden_layers")
+        # By the tensors that are there: a config may forget to announce its MTP layer.
+        stored = max((layer_index(name) or 0 for name in checkpoint.tensors), default=0) + 1
+        config = _configuration(family, fields, checkpoint, max(0, stored - layers))
+        return cls(config, prefix, layers, family)
 
     def layer(self, index: int) -> nn.Module:
-        """Decoder layer on the meta device: shapes without memory."""
-        with torch.device("meta"):
-            layer = self._build("DecoderLayer", self.config, layer_idx=index)
+        """Decoder layer on the meta device: shapes without memory.
+
+        Raises CheckpointError when transformers cannot build one from the configuration.
+        """
+        try:
+            with torch.device("meta"):
+                layer = self._build("DecoderLayer", self.config, layer_idx=index)
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"transformers builds no layer {index} from config.json: "
+                f"{type(error).__name__}: {error}"
+            ) from error
         return layer.eval()
 
     def norm(self) -> nn.Module:
@@ -81,7 +91,9 @@ class Architecture:
         return part
 
 
-def _configuration(family: Family, fields: Mapping[str, Any], checkpoint: Checkpoint) -> Any:
+def _configuration(
+    family: Family, fields: Mapping[str, Any], checkpoint: Checkpoint, mtp_layers: int
+) -> Any:
     """transformers' configuration, extended by one entry per MTP layer, which it does not know."""
     name = f"transformers.models.{family.module}.configuration_{family.module}"
     plain = {
@@ -95,10 +107,9 @@ def _configuration(family: Family, fields: Mapping[str, Any], checkpoint: Checkp
         raise CheckpointError(
             f"transformers does not accept {checkpoint.path / 'config.json'}: {error}"
         ) from error
-    extra = int(fields.get("num_nextn_predict_layers") or 0)
     # An MTP layer is a full sparse layer with an indexer of its own.
     for entry, value in (("indexer_types", "full"), ("mlp_layer_types", "sparse")):
         if (entries := getattr(config, entry, None)) is not None:
-            setattr(config, entry, [*entries, *[value] * extra])
+            setattr(config, entry, [*entries, *[value] * mtp_layers])
     config._attn_implementation = "sdpa"
     return config

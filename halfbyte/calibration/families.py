@@ -38,7 +38,7 @@ def language_model(checkpoint: Checkpoint) -> tuple[Family, Mapping[str, Any], s
     fields, prefix = checkpoint.config, ""
     if isinstance(text, Mapping):
         fields, prefix = text, "language_model."
-    model_type = fields.get("model_type", "unknown")
+    model_type = str(fields.get("model_type", "unknown"))
     if model_type not in FAMILIES:
         raise UnsupportedModelError(
             f"{checkpoint.path} has model_type {model_type}, which cannot be calibrated; "

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from halfbyte.calibration.limits import BATCH_TOKENS
 from halfbyte.calibration.routing import Routing
 from halfbyte.calibration.runner import LayerRunner, State
 from halfbyte.core import InputStats, Rung
@@ -55,8 +56,13 @@ def is_routed_expert(module: str) -> bool:
 
 def second_moment(inputs: torch.Tensor) -> torch.Tensor:
     """Sum of x xᵀ over the rows of `inputs` [n, K]; float32 [K, K] whatever the input's dtype."""
-    rows = inputs.reshape(-1, inputs.shape[-1]).float()
-    return rows.T @ rows
+    columns = inputs.shape[-1]
+    total = inputs.new_zeros(columns, columns, dtype=torch.float32)
+    # In slices: an expert that most tokens reach has as many rows as the calibration text.
+    for part in inputs.reshape(-1, columns).split(BATCH_TOKENS):
+        rows = part.float()
+        total.addmm_(rows.T, rows)
+    return total
 
 
 def checked(stats: InputStats, where: str) -> InputStats:
@@ -153,10 +159,7 @@ class ExpertInputs:
     def _layer_mean(self) -> torch.Tensor:
         if self._layer_moment is None:
             hidden = self._routing.hidden
-            total = hidden.new_zeros(hidden.shape[1], hidden.shape[1], dtype=torch.float32)
-            for part in hidden.split(8192):
-                total += second_moment(part)
-            self._layer_moment = total / hidden.shape[0]
+            self._layer_moment = second_moment(hidden) / hidden.shape[0]
         return self._layer_moment
 
     def _stats(self, total: torch.Tensor, own: int, missing: int) -> InputStats | None:

@@ -61,10 +61,12 @@ class LayerRunner:
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A weight, decoded, on the compute device. Raises CheckpointError when it is missing."""
-        stored = self._weights.get(name)
-        if stored is None:
+        return self._reader.read_weight(self._stored(name), dtype or self.dtype, self.device)
+
+    def _stored(self, name: str) -> StoredWeight:
+        if (stored := self._weights.get(name)) is None:
             raise CheckpointError(f"{name} is missing from the checkpoint")
-        return self._reader.read_weight(stored, dtype or self.dtype, self.device)
+        return stored
 
     def embed(self, tokens: torch.Tensor) -> State:
         """State before layer 0. `tokens` is int64 [sequences, length]."""
@@ -87,27 +89,46 @@ class LayerRunner:
         name = prefix + "lm_head.weight"
         return self.read(name if name in self._weights else prefix + "model.embed_tokens.weight")
 
+    def check_layer(self, index: int) -> nn.Module:
+        """A decoder layer without its weights, which the checkpoint has, and in its shapes.
+
+        Raises CheckpointError for the first that is missing or of another shape.
+        """
+        layer = self.architecture.layer(index)
+        prefix = self.architecture.layer_name(index)
+        shapes = {name: tensor.shape for name, tensor in _tensors(layer) if ".experts." not in name}
+        if hasattr(layer.mlp, "experts"):
+            config = self.architecture.config
+            wide = torch.Size([config.moe_intermediate_size, config.hidden_size])
+            for expert in range(config.n_routed_experts):
+                for leaf in EXPERT_LINEARS:
+                    shape = wide if leaf != "down_proj" else wide[::-1]
+                    shapes[f"mlp.experts.{expert}.{leaf}.weight"] = torch.Size(shape)
+        for name, shape in shapes.items():
+            stored = self._stored(prefix + name)
+            if stored.shape != tuple(shape):
+                raise CheckpointError(
+                    f"{prefix + name} has shape {list(stored.shape)}, "
+                    f"the configuration says {list(shape)}"
+                )
+        return layer
+
     def load_layer(self, index: int) -> nn.Module:
         """A decoder layer with all its weights but the routed experts'.
 
-        Raises CheckpointError when the checkpoint lacks a weight of it, or its shape is another.
+        Raises CheckpointError as `check_layer` does.
         """
-        layer = self.architecture.layer(index)
+        layer = self.check_layer(index)
         if hasattr(layer.mlp, "experts"):
             layer.mlp.experts = ExpertsTakenOut(self.architecture.config.num_experts_per_tok)
         attention: Any = layer.self_attn
         if getattr(attention, "indexer", None) is not None:
             attention.indexer = SlicedIndexer(attention.indexer)
         prefix = self.architecture.layer_name(index)
-        for name, empty in [*layer.named_parameters(), *layer.named_buffers()]:
+        for name, empty in _tensors(layer):
             # The router decides in float32 in the reference; so do the indexer's head weights.
             exact = "mlp.gate." in name or "weights_proj" in name
             tensor = self.read(prefix + name, torch.float32 if exact else None)
-            if tensor.shape != empty.shape:
-                raise CheckpointError(
-                    f"{prefix + name} has shape {list(tensor.shape)}, "
-                    f"the configuration says {list(empty.shape)}"
-                )
             owner, _, leaf = name.rpartition(".")
             setattr(
                 layer.get_submodule(owner),
@@ -216,6 +237,11 @@ class LayerRunner:
         check_finite(state.hidden, f"layer {index}")
 
 
+def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and buffers, by name."""
+    return [*module.named_parameters(), *module.named_buffers()]
+
+
 def batches(sequences: int, length: int) -> Iterator[slice]:
     """Slices of whole sequences, of about `BATCH_TOKENS` tokens; none when there are no tokens."""
     step = max(1, BATCH_TOKENS // max(1, length))
@@ -229,7 +255,8 @@ def _count(rows: slice) -> int:
 
 def check_finite(hidden: torch.Tensor, where: str) -> None:
     """Raises CalibrationError when an activation is NaN or infinite."""
-    if not bool(torch.isfinite(hidden).all()):
+    # The extremes carry NaN and infinity, and need no memory of the size of the states.
+    if hidden.numel() and not bool(torch.isfinite(torch.stack(hidden.aminmax())).all()):
         bad = int((~torch.isfinite(hidden)).sum())
         raise CalibrationError(
             f"{bad} of {hidden.numel()} activations after {where} are NaN or infinite",

@@ -16,7 +16,6 @@ from halfbyte.commands.options import (
     Verbose,
     open_console,
 )
-from halfbyte.console import resumable
 from halfbyte.errors import UsageError
 
 
@@ -154,7 +153,7 @@ def demo(
     from halfbyte.evals.demo import run_demo
 
     console = open_console(json, quiet, verbose)
-    with resumable(output), console.working() as progress:
+    with console.working() as progress:
         report = run_demo(output, progress)
     console.table(scores.demo_table(report))
     console.line()

@@ -54,6 +54,14 @@ _SHORT_IGNORE: Mapping[str, str] = {
 """The patterns of Kimi-K2.6, for parts of a layer that are not quantized anywhere."""
 
 
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A model config without `quantization_config`, that of its language model included."""
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    if isinstance(inner := plain.get("text_config"), Mapping):
+        plain["text_config"] = without_quantization(inner)
+    return plain
+
+
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's part of config.json: all of it, or `text_config` of a larger model."""
     inner = config.get("text_config")

@@ -41,6 +41,12 @@ def copy_atomic(source: Path, path: Path) -> None:
     sync_folder(path.parent)
 
 
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 class PrefixHash:
     """SHA-256 of a growing prefix of a file, each byte hashed once."""
 

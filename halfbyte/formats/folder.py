@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,7 @@ WORK_FOLDER = ".halfbyte"
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 REPORT_FILE = "halfbyte_report.json"
+JOURNAL_FILE = "journal.jsonl"
 
 
 def prepare_folder(folder: Path, plan: Plan, *, resume: bool, overwrite: bool) -> None:
@@ -23,9 +25,10 @@ def prepare_folder(folder: Path, plan: Plan, *, resume: bool, overwrite: bool) -
     the disk is too small.
     """
     source = plan.checkpoint.path.resolve()
-    if folder.resolve() == source or source in folder.resolve().parents:
+    target = folder.resolve()
+    if target == source or source in target.parents or target in source.parents:
         raise OutputError(
-            f"the output {folder} lies in the source checkpoint {source}",
+            f"the output {folder} and the source checkpoint {source} lie in each other",
             hint="choose another folder with -o DIR",
         )
     present = _entries(folder)
@@ -36,11 +39,18 @@ def prepare_folder(folder: Path, plan: Plan, *, resume: bool, overwrite: bool) -
             f"{present[0]} the first" + (", of an unfinished run" if unfinished else ""),
             hint="go on with --resume, start again with --overwrite, or choose another -o DIR",
         )
-    if present and WORK_FOLDER not in present and REPORT_FILE not in present:
+    foreign = [name for name in present if not _is_ours(name, plan)]
+    if foreign or (present and WORK_FOLDER not in present and REPORT_FILE not in present):
         raise OutputError(
-            f"{folder} holds {len(present)} entries, {present[0]} the first, and none was written "
-            "by halfbyte: there is nothing to resume, and nothing that may be overwritten",
-            hint="choose another folder with -o DIR",
+            f"{folder} holds {(foreign or present)[0]}, which halfbyte did not write, so nothing "
+            "there is resumed or overwritten",
+            hint="move it away, or choose another folder with -o DIR",
+        )
+    journal = folder / WORK_FOLDER / JOURNAL_FILE
+    if resume and set(present) - {WORK_FOLDER} and not journal.exists():
+        raise OutputError(
+            f"{folder} holds no interrupted run, but {present[0]} of an earlier one",
+            hint="start again with --overwrite",
         )
     _require_room(folder, plan)
     try:
@@ -51,6 +61,13 @@ def prepare_folder(folder: Path, plan: Plan, *, resume: bool, overwrite: bool) -
         raise OutputError(
             f"cannot write to {folder}: {error.strerror}", hint="choose another folder with -o DIR"
         ) from error
+
+
+def _is_ours(name: str, plan: Plan) -> bool:
+    """Whether a run of this plan, or of another plan for the same model, writes such a file."""
+    ours = {CONFIG_FILE, INDEX_FILE, REPORT_FILE, WORK_FOLDER, *plan.checkpoint.side_files}
+    stem = name.removesuffix(".partial")
+    return stem in ours or re.fullmatch(r"model-\d{5}-of-\d{5}\.safetensors", stem) is not None
 
 
 def _require_room(folder: Path, plan: Plan) -> None:

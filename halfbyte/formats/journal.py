@@ -7,6 +7,7 @@ are written in shard order, so a unit's line pins every byte of its shards up to
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -56,7 +57,7 @@ class Journal:
         lines = path.read_bytes().split(b"\n")
         complete = lines[:-1]  # what follows the last newline was never finished
         try:
-            header = json.loads(complete[0])
+            header, *entries = map(_checked, complete)
             if header["journal"] != JOURNAL_VERSION:
                 raise KeyError
             commits = [
@@ -65,11 +66,11 @@ class Journal:
                     {file: (int(n), str(h)) for file, (n, h) in line["shards"].items()},
                     line["record"],
                 )
-                for line in map(json.loads, complete[1:])
+                for line in entries
             ]
-        except (IndexError, KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ResumeError(
-                f"{path} is not a journal of this version",
+                f"{path} is damaged or of another version",
                 hint="start again with --overwrite",
             ) from error
         os.truncate(path, sum(len(line) + 1 for line in complete))
@@ -81,18 +82,36 @@ class Journal:
 
     def _append(self, record: Mapping[str, Any]) -> None:
         with open(self.path, "ab") as file:
-            file.write(json.dumps(record, sort_keys=True).encode() + b"\n")
+            text = json.dumps(record, sort_keys=True).encode()
+            file.write(_mark(text) + b" " + text + b"\n")
             file.flush()
             os.fsync(file.fileno())
+
+
+def _mark(text: bytes) -> bytes:
+    return hashlib.sha256(text).hexdigest()[:16].encode()
+
+
+def _checked(line: bytes) -> Any:
+    """The record of a line. Raises ValueError when it is not what was written."""
+    mark, _, text = line.partition(b" ")
+    if mark != _mark(text):
+        raise ValueError("a line does not have its checksum")
+    return json.loads(text)
 
 
 def identity_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """The first value that differs, as "<key> was <a>, now <b>"; nested keys joined by dots."""
     for key in [*now, *(key for key in before if key not in now)]:
-        old, new = before.get(key), now.get(key)
+        old, new = _numbered(before.get(key)), _numbered(now.get(key))
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             if (inner := identity_difference(old, new)) is not None:
                 return f"{key}.{inner}"
         elif old != new:
             return f"{key} was {old}, now {new}"
     return None
+
+
+def _numbered(value: Any) -> Any:
+    """A list as a mapping from the numbers of its entries, to name the one that differs."""
+    return {str(i): v for i, v in enumerate(value, 1)} if isinstance(value, list) else value

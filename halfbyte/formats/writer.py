@@ -8,6 +8,7 @@ committed. The index and `config.json` come last: an unfinished folder cannot be
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -19,7 +20,13 @@ from typing import TYPE_CHECKING, Any
 from halfbyte.core import DTYPE_BYTES, OutputTensor, Plan, ShardLayout, Unit
 from halfbyte.errors import OutputError, ResumeError
 from halfbyte.formats.files import PrefixHash, copy_atomic, sync_folder, write_atomic
-from halfbyte.formats.folder import CONFIG_FILE, INDEX_FILE, REPORT_FILE, WORK_FOLDER
+from halfbyte.formats.folder import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    JOURNAL_FILE,
+    REPORT_FILE,
+    WORK_FOLDER,
+)
 from halfbyte.formats.journal import Commit, Journal, identity_difference
 
 if TYPE_CHECKING:
@@ -90,19 +97,29 @@ class CheckpointWriter:
         self._written: set[str] = set()
         self._hashes = {shard.file: PrefixHash() for shard in plan.shards}
         self._descriptors: dict[str, int] = {}
-        path = folder / WORK_FOLDER / "journal.jsonl"
+        self._lock = _lock(folder / WORK_FOLDER)
+        try:
+            self._journal = self._take_up(identity)
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def _take_up(self, identity: Mapping[str, Any]) -> Journal:
+        """The journal of the run to go on with, checked, or a new one."""
+        folder = self._folder
+        path = folder / WORK_FOLDER / JOURNAL_FILE
         # A journal whose very first line was cut off never committed anything.
-        if path.exists() and b"\n" in path.read_bytes():
-            self._journal = Journal.load(path)
-            if difference := identity_difference(self._journal.identity, identity):
-                raise ResumeError(
-                    f"{folder} holds another run: {difference}",
-                    hint="give the same options and inputs, or start again with --overwrite",
-                )
-            self._check_prefixes()
-        else:
+        if not path.exists() or b"\n" not in path.read_bytes():
             path.unlink(missing_ok=True)
-            self._journal = Journal.create(path, identity)
+            return Journal.create(path, identity)
+        journal = Journal.load(path)
+        if difference := identity_difference(journal.identity, identity):
+            raise ResumeError(
+                f"{folder} holds another run: {difference}",
+                hint="give the same options and inputs, or start again with --overwrite",
+            )
+        self._check_prefixes(journal)
+        return journal
 
     @property
     def commits(self) -> Sequence[Commit]:
@@ -189,6 +206,7 @@ class CheckpointWriter:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
+        os.close(self._lock)
 
     def __enter__(self) -> CheckpointWriter:
         return self
@@ -204,6 +222,7 @@ class CheckpointWriter:
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
                 os.ftruncate(descriptor, shard.nbytes)
                 os.pwrite(descriptor, shard.header, 0)
+                sync_folder(self._folder)
             self._descriptors[shard.file] = descriptor
         return self._descriptors[shard.file]
 
@@ -216,17 +235,20 @@ class CheckpointWriter:
             os.replace(partial, self._folder / file)
             sync_folder(self._folder)
 
-    def _check_prefixes(self) -> None:
+    def _check_prefixes(self, journal: Journal) -> None:
         """Rehash what the journal says is on the disk; a resumed run trusts nothing else."""
         last: dict[str, tuple[int, str]] = {}
-        for commit in self.commits:
+        for commit in journal.commits:
             last.update(commit.shards)
+        if unknown := last.keys() - self._hashes.keys():
+            raise _damaged(self._folder / min(unknown), "the plan has no such shard")
         for shard in self._plan.shards:
             if shard.file not in last:
                 continue
             end, digest = last[shard.file]
-            final = self._folder / shard.file
-            path = final if final.exists() else final.with_name(shard.file + ".partial")
+            path = self._folder / (shard.file + ".partial")
+            if not path.exists():
+                path = self._folder / shard.file
             try:
                 descriptor = os.open(path, os.O_RDONLY)
                 try:
@@ -237,6 +259,20 @@ class CheckpointWriter:
                 raise _damaged(path, str(error)) from error
             if found != digest:
                 raise _damaged(path, f"SHA-256 of its first {end} bytes is {found}, not {digest}")
+
+
+def _lock(folder: Path) -> int:
+    """Keep other processes out while the descriptor is open; the kernel frees it when we die."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        raise OutputError(
+            f"another process is writing to {folder.parent}",
+            hint="wait for it, or choose another folder with -o DIR",
+        ) from error
+    return descriptor
 
 
 def _damaged(path: Path, reason: str) -> ResumeError:

@@ -35,6 +35,8 @@ from halfbyte.core import (
     TensorPlan,
     Unit,
 )
+from halfbyte.errors import ResumeError
+from halfbyte.formats.files import file_sha256, sync_folder
 from halfbyte.kernels.reference import dequantize_int4
 from halfbyte.quantize.memory import experts_at_once
 from halfbyte.quantize.solver import Solved, solve
@@ -72,11 +74,12 @@ class LayerQuantizer:
         del layer
         if routing is not None:
             reports += self._experts(unit.index, routing, planned, emit)
+        del routing
         check_finite(self.state.hidden, unit.name)
         return reports
 
-    def save(self, path: Path) -> None:
-        """Store the state, durably."""
+    def save(self, path: Path) -> str:
+        """Store the state, durably; the SHA-256 of the file."""
         assert self.state is not None
         tensors = {"hidden": self.state.hidden.cpu()}
         if self.state.topk is not None:
@@ -84,9 +87,16 @@ class LayerQuantizer:
         save_file(tensors, path)
         with open(path, "rb") as file:
             os.fsync(file.fileno())
+        sync_folder(path.parent)
+        return file_sha256(path)
 
-    def load(self, path: Path) -> None:
-        """Take up the state that `save` stored."""
+    def load(self, path: Path, digest: str) -> None:
+        """Take up the state that `save` stored. Raises ResumeError when it is not that."""
+        if not path.exists() or file_sha256(path) != digest:
+            raise ResumeError(
+                f"the calibration state {path} is missing or damaged",
+                hint="start again with --overwrite",
+            )
         tensors = load_file(path, device=str(self.runner.device))
         self.state = State(tensors["hidden"], tensors.get("topk"))
 

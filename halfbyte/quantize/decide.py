@@ -96,6 +96,12 @@ def _require_loadable(recipe: Recipe, decisions: list[tuple[StoredWeight, int]])
         if partner is None:
             continue
         other, other_index = first.setdefault(partner, (weight, index))
+        if rule.action == "quantize" and (weight.encoding == "int4") != (other.encoding == "int4"):
+            raise RecipeError(
+                f"{weight.name} is stored as {weight.encoding}, but {other.name} as "
+                f"{other.encoding}: they cannot be quantized alike",
+                hint="start from a checkpoint that stores them alike",
+            )
         if index == other_index:
             continue
         other_rule = recipe.rules[other_index]

@@ -7,18 +7,20 @@ with the layer it was in. Data-free methods have no state; their units are the s
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfbyte.core import LinearReport, Plan, RunReport, Settings, Unit
-from halfbyte.errors import ResumeError
+from halfbyte.errors import CheckpointError, ResumeError
+from halfbyte.formats.config import without_quantization
 from halfbyte.formats.folder import CONFIG_FILE, REPORT_FILE, WORK_FOLDER, prepare_folder
 from halfbyte.formats.journal import identity_difference
 from halfbyte.formats.shards import ShardReader
@@ -48,42 +50,52 @@ def run(
     `tokens` int64 [samples, sequence_length] are the calibration tokens, None for a data-free
     method; their hash becomes part of the plan.
     With `resume`, an interrupted run of the same plan goes on where it was, bit for bit; a finished
-    one is reported as such. Raises OutputError, ResumeError, CheckpointError, CalibrationError;
-    after any of them the folder is either resumable or untouched.
+    one is reported as such. With `overwrite`, what an earlier run left in the folder is removed
+    first. Raises OutputError, ResumeError, CheckpointError, CalibrationError; after any of them
+    the folder can be resumed, or nothing was written.
     """
     started = time.monotonic()
     progress = progress or SilentProgress()
     plan = _with_tokens(plan, tokens)
     identity = run_identity(plan)
-    if resume and (finished := _finished(output, identity)) is not None:
+    if resume and (finished := _finished(output, plan, identity)) is not None:
         return finished
-    prepare_folder(output, plan, resume=resume, overwrite=overwrite)
-    with (
-        ShardReader(plan.checkpoint) as reader,
-        CheckpointWriter(output, plan, identity) as writer,
-        _cpu_threads(plan.settings.threads),
-    ):
-        _work(plan, reader, writer, tokens, progress)
-        linears = tuple(
-            LinearReport(**report) for c in writer.commits for report in c.record["linears"]
-        )
-        report = RunReport(
-            output=str(output),
-            fingerprint=plan.fingerprint,
-            settings=Settings(**identity["settings"]),
-            recipe=identity["recipe"],
-            source=identity["source"]["headers"],
-            versions=identity["versions"],
-            bytes_in=plan.checkpoint.nbytes,
-            bytes_out=plan.bytes_out,
-            shards=writer.shard_hashes(),
-            linears=linears,
-            warnings=plan.warnings,
-            seconds=time.monotonic() - started,
-            peak_bytes=peak_host_bytes(),
-        )
-        writer.finish(output_config(plan), report.to_json())
+    with ShardReader(plan.checkpoint) as reader, _cpu_threads(plan.settings.threads):
+        layers = None if tokens is None else _layer_quantizer(plan, reader, tokens)
+        prepare_folder(output, plan, resume=resume, overwrite=overwrite)
+        with CheckpointWriter(output, plan, identity) as writer:
+            _work(plan, reader, writer, layers, progress)
+            report = _finish(plan, identity, writer, output, started)
     progress.finish()
+    return report
+
+
+def _finish(
+    plan: Plan, identity: Mapping[str, Any], writer: CheckpointWriter, output: Path, started: float
+) -> RunReport:
+    """Make the written units a model. Raises CheckpointError when the source changed meanwhile."""
+    if difference := identity_difference(identity["source"], run_identity(plan)["source"]):
+        raise CheckpointError(
+            f"{plan.checkpoint.path} changed while it was read: {difference}",
+            hint="quantize the checkpoint as it is now: start again with --overwrite",
+        )
+    linears = tuple(LinearReport(**r) for c in writer.commits for r in c.record["linears"])
+    report = RunReport(
+        output=str(output),
+        fingerprint=plan.fingerprint,
+        settings=Settings(**identity["settings"]),
+        recipe=identity["recipe"],
+        source=identity["source"]["headers"],
+        versions=identity["versions"],
+        bytes_in=plan.checkpoint.nbytes,
+        bytes_out=plan.bytes_out,
+        shards=writer.shard_hashes(),
+        linears=linears,
+        warnings=plan.warnings,
+        seconds=time.monotonic() - started,
+        peak_bytes=peak_host_bytes(),
+    )
+    writer.finish(output_config(plan), report.to_json())
     return report
 
 
@@ -118,23 +130,27 @@ def run_identity(plan: Plan) -> dict[str, Any]:
     Shards are known by size and modification time: hashing a terabyte to find out that nothing
     changed would cost more than it saves.
     """
-    path = plan.checkpoint.path
+    path, checkpoint = plan.checkpoint.path, plan.checkpoint
     return {
         "recipe": recipe_to_dict(plan.recipe),
-        # Which of several GPUs it was does not matter.
-        "settings": asdict(replace(plan.settings, device=plan.settings.device.split(":")[0])),
-        "versions": package_versions(),
+        "settings": plan.settings.identity(),
+        "versions": package_versions(plan.settings),
         "source": {
             "headers": plan.checkpoint.fingerprint,
             "shards": {
                 shard: f"{size} bytes modified at {(path / shard).stat().st_mtime_ns} ns"
-                for shard, size in plan.checkpoint.shards.items()
+                for shard, size in checkpoint.shards.items()
+            },
+            "files": {
+                name: hashlib.sha256((path / name).read_bytes()).hexdigest()
+                for name in checkpoint.side_files
             },
         },
+        "shards": {shard.file: shard.nbytes for shard in plan.shards},
     }
 
 
-def _finished(output: Path, identity: Mapping[str, Any]) -> RunReport | None:
+def _finished(output: Path, plan: Plan, identity: Mapping[str, Any]) -> RunReport | None:
     """The report of a finished run of the same plan; None when there is no finished run.
 
     Raises ResumeError when the folder holds a finished run of something else.
@@ -142,8 +158,15 @@ def _finished(output: Path, identity: Mapping[str, Any]) -> RunReport | None:
     path = output / REPORT_FILE
     if not path.exists() or not (output / CONFIG_FILE).exists():
         return None
-    stored = json.loads(path.read_text())
-    now = json.loads(json.dumps({**identity, "source": identity["source"]["headers"]}))
+    try:
+        stored = json.loads(path.read_text())
+        report = RunReport.from_json(stored, output=str(output), already_finished=True)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ResumeError(
+            f"{path} is damaged: {error}", hint="start again with --overwrite"
+        ) from error
+    now = {key: identity[key] for key in ("recipe", "settings", "versions")}
+    now["source"] = identity["source"]["headers"]
     before = {key: stored.get(key) for key in now}
     if difference := identity_difference(before, now):
         raise ResumeError(
@@ -153,14 +176,14 @@ def _finished(output: Path, identity: Mapping[str, Any]) -> RunReport | None:
     shutil.rmtree(
         output / WORK_FOLDER, ignore_errors=True
     )  # a crash came between config.json and this
-    return RunReport.from_json(stored, output=str(output), already_finished=True)
+    return report
 
 
 def _work(
     plan: Plan,
     reader: ShardReader,
     writer: CheckpointWriter,
-    tokens: torch.Tensor | None,
+    layers: LayerQuantizer | None,
     progress: Progress,
 ) -> None:
     """Do what is left of the plan, unit by unit."""
@@ -175,11 +198,9 @@ def _work(
         (i for i, u in enumerate(plan.units) if any(t.action == "quantize" for t in u.tensors)),
         default=-1,
     )
-    layers = None
-    if tokens is not None and done <= last:
-        layers = _layer_quantizer(plan, reader, tokens)
-    if layers is not None and (state := _latest_state(writer)) is not None:
-        layers.load(state)
+    stored = [c.record["state"] for c in writer.commits if c.record["state"] is not None]
+    if layers is not None and stored and done <= last:
+        layers.load(writer.work / stored[-1]["file"], stored[-1]["sha256"])
     for i, unit in enumerate(plan.units):
         if i < done:
             continue
@@ -189,8 +210,8 @@ def _work(
             assert layers is not None
             reports = layers.run(unit, partial(write_int4, writer))
             if i < last:
-                record["state"] = f"state-{i}.safetensors"
-                layers.save(writer.work / record["state"])
+                file = f"state-{i}.safetensors"
+                record["state"] = {"file": file, "sha256": layers.save(writer.work / file)}
         else:
             reports = []
         for tensor in unit.tensors:
@@ -199,7 +220,7 @@ def _work(
         record["linears"] = [asdict(report) for report in reports]
         writer.commit(unit, record)
         for stale in writer.work.glob("state-*.safetensors"):
-            if record["state"] is not None and stale.name != record["state"]:
+            if record["state"] is not None and stale.name != record["state"]["file"]:
                 stale.unlink()
         progress.advance(sizes[i])
         progress.note(_summary(unit, reports))
@@ -212,6 +233,7 @@ def _layer_quantizer(plan: Plan, reader: ShardReader, tokens: torch.Tensor) -> L
     from halfbyte.calibration.runner import LayerRunner
     from halfbyte.quantize.calibrated import LayerQuantizer
 
+    # Whatever the configuration and the tensors disagree on shows here, before anything is written.
     settings = plan.settings
     runner = LayerRunner(
         Architecture.of(plan.checkpoint),
@@ -220,20 +242,10 @@ def _layer_quantizer(plan: Plan, reader: ShardReader, tokens: torch.Tensor) -> L
         device=settings.device,
         dtype=getattr(torch, settings.dtype),
     )
+    for unit in plan.units:
+        if unit.index is not None:
+            runner.check_layer(unit.index)
     return LayerQuantizer(runner, settings, tokens)
-
-
-def _latest_state(writer: CheckpointWriter) -> Path | None:
-    """The state after the last committed layer; None before the first."""
-    names = [c.record["state"] for c in writer.commits if c.record["state"] is not None]
-    if not names:
-        return None
-    path = writer.work / str(names[-1])
-    if not path.exists():
-        raise ResumeError(
-            f"the calibration state {path} is missing", hint="start again with --overwrite"
-        )
-    return path
 
 
 def _summary(unit: Unit, reports: list[LinearReport]) -> str:
@@ -256,7 +268,7 @@ def _summary(unit: Unit, reports: list[LinearReport]) -> str:
 
 def output_config(plan: Plan) -> dict[str, Any]:
     """The source's config.json with `quantization_config` replaced, everything else as it was."""
-    config = {k: v for k, v in plan.checkpoint.config.items() if k != "quantization_config"}
+    config = without_quantization(plan.checkpoint.config)
     if plan.quantization_config is not None:
         config["quantization_config"] = dict(plan.quantization_config)
     return config

@@ -11,7 +11,7 @@ import gc
 import importlib.metadata
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -121,9 +121,9 @@ def _fingerprint(
         {
             "checkpoint": checkpoint.fingerprint,
             "recipe": recipe_to_dict(recipe),
-            "settings": asdict(settings),
+            "settings": settings.identity(),
             "shards": [(shard.file, shard.nbytes) for shard in shards],
-            "versions": package_versions(),
+            "versions": package_versions(settings),
         }
     )
 
@@ -143,11 +143,12 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def package_versions() -> dict[str, str]:
+def package_versions(settings: Settings) -> dict[str, str]:
     """Versions of the packages that can change output bytes."""
+    engine = ("llmcompressor",) if settings.engine == "llmcompressor" else ()
     return {
         name: importlib.metadata.version(name)
-        for name in ("halfbyte", "torch", "transformers", "safetensors", "llmcompressor")
+        for name in ("halfbyte", "torch", "transformers", "safetensors", *engine)
     }
 
 

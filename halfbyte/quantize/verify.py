@@ -22,6 +22,7 @@ from halfbyte.formats.config import (
     storage_of,
     text_config,
     without_equal_experts,
+    without_quantization,
 )
 from halfbyte.formats.files import CHUNK
 from halfbyte.formats.folder import INDEX_FILE, REPORT_FILE, WORK_FOLDER
@@ -66,7 +67,8 @@ def verify(
 ) -> VerifyResult:
     """Check the checkpoint in `folder`, against the checkpoint it was made from if that is given.
 
-    Reads every tensor once, holding one weight at a time. Whatever is wrong with `folder` is a
+    Holds one weight at a time, and reads the folder up to three times: for its hashes, for values
+    that no weight can have, and for the comparison. Whatever is wrong with `folder` is a
     mismatch; raises `CheckpointError` only when `source` cannot be opened.
     """
     progress = progress or SilentProgress()
@@ -238,9 +240,7 @@ def _against_source(
 
 def _unchanged_files(source: Checkpoint, output: Checkpoint) -> Iterator[Mismatch]:
     """Side files are copies, and so is config.json but for `quantization_config`."""
-    before, after = (
-        {k: v for k, v in c.config.items() if k != "quantization_config"} for c in (source, output)
-    )
+    before, after = (without_quantization(c.config) for c in (source, output))
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):
             message = f"{key} is {after.get(key)!r:.80}, in the source {before.get(key)!r:.80}"

@@ -220,6 +220,50 @@ def test_resume_refuses_a_shard_that_changed(tmp_path: Path, plan: Plan) -> None
         CheckpointWriter(out, plan, IDENTITY)
 
 
+def test_resume_refuses_a_damaged_journal(tmp_path: Path, plan: Plan) -> None:
+    out = tmp_path / "out"
+    prepare_folder(out, plan, resume=False, overwrite=False)
+    with CheckpointWriter(out, plan, IDENTITY) as writer:
+        write_unit(writer, plan.units[0])
+    journal = out / WORK_FOLDER / "journal.jsonl"
+    data = bytearray(journal.read_bytes())
+    data[-20] ^= 1
+    journal.write_bytes(data)
+    with pytest.raises(ResumeError, match=r"journal\.jsonl is damaged"):
+        CheckpointWriter(out, plan, IDENTITY)
+
+
+def test_resume_refuses_another_layout_of_shards(tmp_path: Path, plan: Plan) -> None:
+    out = tmp_path / "out"
+    prepare_folder(out, plan, resume=False, overwrite=False)
+    with CheckpointWriter(out, plan, IDENTITY) as writer:
+        write_unit(writer, plan.units[0])
+    with pytest.raises(ResumeError, match="the plan has no such shard"):
+        CheckpointWriter(out, make_plan(tmp_path / "source", 10_000), IDENTITY)
+
+
+def test_two_processes_cannot_write_one_folder(tmp_path: Path, plan: Plan) -> None:
+    out = tmp_path / "out"
+    prepare_folder(out, plan, resume=False, overwrite=False)
+    with (
+        CheckpointWriter(out, plan, IDENTITY),
+        pytest.raises(OutputError, match="another process is writing"),
+    ):
+        CheckpointWriter(out, plan, IDENTITY)
+    CheckpointWriter(out, plan, IDENTITY).close()
+
+
+def test_resume_does_not_start_among_the_files_of_an_earlier_run(
+    tmp_path: Path, plan: Plan
+) -> None:
+    out = tmp_path / "out"
+    prepare_folder(out, plan, resume=False, overwrite=False)
+    write_all(out, plan)
+    (out / "config.json").unlink()  # where a crash in --overwrite may leave it
+    with pytest.raises(OutputError, match="holds no interrupted run"):
+        prepare_folder(out, plan, resume=True, overwrite=False)
+
+
 def test_a_unit_is_not_committed_before_it_is_whole(tmp_path: Path, plan: Plan) -> None:
     out = tmp_path / "out"
     prepare_folder(out, plan, resume=False, overwrite=False)
@@ -245,15 +289,16 @@ def test_output_folder_is_refused(tmp_path: Path, plan: Plan) -> None:
     with pytest.raises(OutputError, match=r"not empty.*thesis\.txt"):
         prepare_folder(full, plan, resume=False, overwrite=False)
     for options in ({"resume": True, "overwrite": False}, {"resume": False, "overwrite": True}):
-        with pytest.raises(OutputError, match=r"thesis\.txt.*none was written by halfbyte"):
+        with pytest.raises(OutputError, match=r"thesis\.txt, which halfbyte did not write"):
             prepare_folder(full, plan, **options)
     assert [path.name for path in full.iterdir()] == ["thesis.txt"]
     with pytest.raises(OutputError, match="is a file"):
         prepare_folder(full / "thesis.txt", plan, resume=False, overwrite=False)
     with pytest.raises(OutputError, match="cannot write"):
         prepare_folder(full / "thesis.txt" / "out", plan, resume=False, overwrite=False)
-    with pytest.raises(OutputError, match="lies in the source"):
-        prepare_folder(tmp_path / "source" / "out", plan, resume=False, overwrite=False)
+    for inside_or_around in (tmp_path / "source" / "out", tmp_path):
+        with pytest.raises(OutputError, match="lie in each other"):
+            prepare_folder(inside_or_around, plan, resume=False, overwrite=False)
     with pytest.raises(OutputError, match="too small"):
         prepare_folder(
             tmp_path / "out",
@@ -269,7 +314,12 @@ def test_overwrite_clears_what_an_earlier_run_left(tmp_path: Path, plan: Plan) -
     prepare_folder(out, plan, resume=False, overwrite=False)
     write_all(out, plan)
     before = contents(out)
-    (out / "stray.safetensors").write_bytes(b"")
+    (out / "precious.txt").write_text("mine")
+    with pytest.raises(OutputError, match=r"precious\.txt, which halfbyte did not write"):
+        prepare_folder(out, plan, resume=False, overwrite=True)
+    assert (out / "precious.txt").read_text() == "mine"
+    (out / "precious.txt").unlink()
+    (out / "model-00001-of-00099.safetensors.partial").write_bytes(b"of another layout")
     prepare_folder(out, plan, resume=False, overwrite=True)
     write_all(out, plan)
     assert contents(out) == before

@@ -271,7 +271,7 @@ def test_resume_refuses_another_recipe_source_and_version(
     with pytest.raises(ResumeError, match="source"):
         quantize(other, out, resume=True)
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "package_versions", lambda: {"torch": "0.1"})
+        patch.setattr(pipeline, "package_versions", lambda _: {"torch": "0.1"})
         with pytest.raises(ResumeError, match=r"versions\.\w+ was "):
             quantize(source, out, resume=True)
     if not finished:
@@ -288,6 +288,80 @@ def test_resume_refuses_another_text(tmp_path: Path) -> None:
         quantize(source, out, resume=True, tokens=tokens() + 1)
     with pytest.raises(ValueError, match=r"shape \(6, 24\), given are \(6, 9\)"):
         quantize(source, out, resume=True, tokens=tokens(6, 9))
+
+
+def test_resume_refuses_a_damaged_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = write_tiny(tmp_path / "tiny"), tmp_path / "out"
+    interrupt(source, out, monkeypatch)
+    state = out / ".halfbyte" / "state-1.safetensors"
+    data = bytearray(state.read_bytes())
+    data[-3] ^= 1
+    state.write_bytes(data)
+    with pytest.raises(ResumeError, match=rf"{state.name} is missing or damaged"):
+        quantize(source, out, resume=True)
+
+
+def test_resume_refuses_another_chat_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = write_tiny(tmp_path / "tiny"), tmp_path / "out"
+    interrupt(source, out, monkeypatch)
+    (source / "chat_template.jinja").write_text("another")
+    with pytest.raises(ResumeError, match=r"source\.files\.chat_template\.jinja was "):
+        quantize(source, out, resume=True)
+
+
+def test_a_finished_run_that_lost_bytes_is_not_reported_as_finished(tmp_path: Path) -> None:
+    source, out = write_tiny(tmp_path / "tiny"), tmp_path / "out"
+    quantize(source, out)
+    report = out / "halfbyte_report.json"
+    whole = report.read_bytes()
+    report.write_text('{"')
+    with pytest.raises(ResumeError, match="is damaged"):
+        quantize(source, out, resume=True)
+    report.write_bytes(whole)
+    shard = next(out.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(ResumeError, match=shard.name):
+        quantize(source, out, resume=True)
+
+
+def test_a_source_that_changes_meanwhile_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = write_tiny(tmp_path / "tiny"), tmp_path / "out"
+    commit = pipeline.CheckpointWriter.commit
+
+    def touching(self: Any, unit: Any, record: Any) -> None:
+        os.utime(next(source.glob("*.safetensors")), ns=(0, 0))
+        commit(self, unit, record)
+
+    monkeypatch.setattr(pipeline.CheckpointWriter, "commit", touching)
+    with pytest.raises(CheckpointError, match="changed while it was read"):
+        quantize(source, out)
+    assert not (out / "config.json").exists()
+
+
+def test_an_mtp_layer_that_the_config_forgets(tmp_path: Path) -> None:
+    source = write_tiny(tmp_path / "tiny")
+    config = json.loads((source / "config.json").read_text())
+    del config["num_nextn_predict_layers"]
+    (source / "config.json").write_text(json.dumps(config))
+    report = quantize(source, tmp_path / "out")
+    assert sum(".layers.4." in linear.name for linear in report.linears) == 12
+
+
+def test_config_and_tensors_that_disagree_are_found_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    source = write_tiny(tmp_path / "tiny")
+    config = json.loads((source / "config.json").read_text())
+    changes = [{"moe_intermediate_size": 32}, {"n_routed_experts": 5}, {"num_attention_heads": 2}]
+    for change in changes:
+        (source / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(CheckpointError, match=r"configuration says|is missing"):
+            quantize(source, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
 
 
 def interrupt(
@@ -362,11 +436,15 @@ def test_language_model_inside_a_larger_one(tmp_path: Path) -> None:
     tensors["vision_tower.patch_embed.proj.weight"] = torch.randn(4, 4)
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     config = {"model_type": "kimi_k25", "text_config": text | {"model_type": "kimi_k2"}}
+    assert "quantization_config" in config["text_config"]
     (source / "config.json").write_text(json.dumps(config))
     (source / "tokenization_kimi.py").write_text("raise SystemExit('never run')")
 
     report = quantize(source, tmp_path / "out")
     assert verify(tmp_path / "out", source).mismatches == ()
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in written["text_config"]
+    assert written["quantization_config"]["quant_method"] == "compressed-tensors"
     assert {r.name.split(".layers.")[0] for r in report.linears} == {"language_model.model"}
     assert (tmp_path / "out" / "tokenization_kimi.py").exists()
     same = quantize(plain, tmp_path / "plain-out")
