@@ -164,17 +164,23 @@ def _json_lines(path: Path) -> Iterator[str]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                record = json.loads(line.decode()) if line.strip() else {"text": ""}
+                # Some editors begin a file with a byte order mark.
+                whole = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                record = json.loads(whole) if whole.strip() else {"text": ""}
             except UnicodeDecodeError as error:
                 start = error.start
                 raise _not_utf8(path, number, offset + start, line[start]) from error
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise CalibrationError(f"{path}: line {number} is not JSON: {error}") from error
             text = record.get("text") if isinstance(record, dict) else None
             if not isinstance(text, str):
                 raise CalibrationError(
                     f'{path}: line {number} is not an object with a string "text"'
                 )
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise CalibrationError(f"{path}: line {number}: {error}") from error
             yield text
             offset += len(line)
 

@@ -12,12 +12,6 @@ import torch
 from halfbyte.calibration.runner import LayerRunner, State, batches
 
 
-def is_mtp_extra(name: str) -> bool:
-    """Whether a tensor of an MTP layer belongs to what surrounds its decoder layer."""
-    leaf = name.split(".layers.", 1)[-1].split(".", 1)[-1]
-    return leaf.startswith(("eh_proj.", "enorm.", "hnorm.", "shared_head.", "embed_tokens."))
-
-
 @torch.no_grad()
 def mtp_input(
     runner: LayerRunner, index: int, state: State, tokens: torch.Tensor, depth: int

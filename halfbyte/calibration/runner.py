@@ -73,10 +73,6 @@ class LayerRunner:
         table = self.read(self.architecture.prefix + "model.embed_tokens.weight")
         return State(nn.functional.embedding(tokens.to(self.device), table))
 
-    def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The model's last norm, what the head reads; shape unchanged."""
-        return self.norm("model.norm.weight")(hidden)  # type: ignore[no-any-return]
-
     def norm(self, name: str) -> nn.Module:
         """An RMSNorm of the model, by the name of its weight without the prefix."""
         norm = self.architecture.norm()

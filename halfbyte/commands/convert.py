@@ -135,7 +135,10 @@ def default_output(source: Path) -> Path:
     """Where a run writes when it is not told: `models/GLM-5.2-FP8` -> `GLM-5.2-INT4`, here."""
     typed = os.path.basename(os.path.abspath(source))  # links keep the name the user knows
     name = re.sub(r"[-_.](fp8|bf16|fp16)$", "", typed, flags=re.IGNORECASE)
-    return Path(f"{name}-INT4")
+    output = Path(f"{name}-INT4")
+    # From inside the source, beside it.
+    inside = source.resolve() in (Path.cwd(), *Path.cwd().parents)
+    return source.resolve().parent / output if inside else output
 
 
 def _require_text(method: str, calibration: Path | None, command: str) -> None:

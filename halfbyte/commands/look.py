@@ -42,6 +42,8 @@ def verify(
     console = open_console(json, quiet)
     with console.working():
         result = run_verify(folder, source)
+    for note in result.notes:
+        console.warning(note)
     for line in tables.verify_lines(result):
         console.line(line)
     console.result(tables.verify_record(folder, result))

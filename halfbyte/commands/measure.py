@@ -77,6 +77,8 @@ def evaluate(
     from halfbyte.evals.stream import evaluate_text
     from halfbyte.formats.checkpoint import open_checkpoint
 
+    if output is not None and output.is_dir():
+        raise UsageError(f"-o {output} is a folder", hint="name a file: -o evaluation.json")
     device = resolve_device(device)
     compute = resolve_dtype(dtype, device)
     fingerprint = checkpoint_fingerprint(open_checkpoint(checkpoint))

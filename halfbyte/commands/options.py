@@ -50,7 +50,9 @@ Dtype = Annotated[
     Literal["auto", "float32", "bfloat16"],
     typer.Option("--dtype", help="Of activations. auto: bfloat16 on a GPU, float32 on a CPU."),
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Chooses the calibration windows.")]
+Seed = Annotated[
+    int, typer.Option("--seed", min=0, max=2**63 - 1, help="Chooses the calibration windows.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print nothing but the result's path.")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Print details and log messages.")]

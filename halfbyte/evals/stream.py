@@ -16,6 +16,7 @@ import torch
 from halfbyte.calibration.architecture import Architecture
 from halfbyte.calibration.data import consecutive_windows, text_sha256
 from halfbyte.calibration.runner import LayerRunner
+from halfbyte.core import Checkpoint
 from halfbyte.errors import EvaluationError
 from halfbyte.evals.report import Divergence, TextMetrics, checkpoint_fingerprint
 from halfbyte.formats.checkpoint import open_checkpoint
@@ -24,7 +25,7 @@ from halfbyte.formats.weights import logical_weights
 from halfbyte.progress import Progress, SilentProgress
 
 LOGITS_AT_ONCE = 1 << 24
-"""Elements of a block of logits; three such blocks of float32 exist at a time."""
+"""Elements of a block of logits, at least one window; a few such blocks exist at a time."""
 
 
 def evaluate_text(
@@ -53,27 +54,22 @@ def evaluate_text(
             hint="use --sequence-length 2 or more",
         )
     progress = progress or SilentProgress()
-    tokens = consecutive_windows(text, candidate, sequence_length, max_windows)
     paths = [candidate] if baseline is None else [candidate, baseline]
-    finals = [_final_states(path, tokens, device, dtype, progress) for path in paths]
-    heads = [head for _, head in finals]
-    if len({head.shape[0] for head in heads}) > 1:
+    checkpoints = [open_checkpoint(path) for path in paths]  # before hours of work on the first
+    tokens = consecutive_windows(text, candidate, sequence_length, max_windows)
+    finals = [_run(checkpoint, tokens, device, dtype, progress) for checkpoint in checkpoints]
+    if len({final.head.shape[0] for final in finals}) > 1:
         raise EvaluationError(
-            f"{candidate} has a vocabulary of {heads[0].shape[0]}, "
-            f"{baseline} of {heads[1].shape[0]}: not the same model"
+            f"{candidate} has a vocabulary of {finals[0].head.shape[0]}, "
+            f"{baseline} of {finals[1].head.shape[0]}: not the same model"
         )
-    positions = _compare(
-        [hidden[:, :-1].flatten(0, 1) for hidden, _ in finals],
-        heads,
-        tokens[:, 1:].flatten().to(device),
-        progress,
-    )
+    positions = _compare(finals, tokens.to(device), progress)
     count = positions.count
     divergence = None
     if baseline is not None:
         kl = torch.cat(positions.divergence).sort().values
         divergence = Divergence(
-            baseline=checkpoint_fingerprint(open_checkpoint(baseline)),
+            baseline=checkpoint_fingerprint(checkpoints[1]),
             mean_kl=kl.double().mean().item(),
             median_kl=_quantile(kl, 0.5),
             p99_kl=_quantile(kl, 0.99),
@@ -90,12 +86,26 @@ def evaluate_text(
     )
 
 
+@dataclass(frozen=True)
+class _Final:
+    """What a model makes of all windows, up to its last norm and its head."""
+
+    hidden: torch.Tensor
+    """[sequences, length, hidden_size] after the last layer."""
+    norm: torch.nn.Module
+    head: torch.Tensor
+    """[vocabulary, hidden_size]."""
+
+    def log_probabilities(self, sequences: slice) -> torch.Tensor:
+        """Of each next token, float32 [n, vocabulary], all positions of a window but its last."""
+        hidden = self.norm(self.hidden[sequences, :-1]).flatten(0, 1)
+        return torch.log_softmax((hidden @ self.head.T).float(), -1)
+
+
 @torch.no_grad()
-def _final_states(
-    path: Path, tokens: torch.Tensor, device: str, dtype: str, progress: Progress
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states after the final norm, [sequences, length, hidden_size], and the head."""
-    checkpoint = open_checkpoint(path)
+def _run(
+    checkpoint: Checkpoint, tokens: torch.Tensor, device: str, dtype: str, progress: Progress
+) -> _Final:
     architecture = Architecture.of(checkpoint)
     with ShardReader(checkpoint) as reader:
         runner = LayerRunner(
@@ -105,12 +115,12 @@ def _final_states(
             device=device,
             dtype=getattr(torch, dtype),
         )
-        progress.start(f"run {path.name}", architecture.layers, "layers")
+        progress.start(f"run {checkpoint.path.name}", architecture.layers, "layers")
         state = runner.embed(tokens)
         for index in range(architecture.layers):
             runner.advance(index, state)
             progress.advance(1)
-        return runner.final_norm(state.hidden), runner.head()
+        return _Final(state.hidden, runner.norm("model.norm.weight"), runner.head())
 
 
 @dataclass
@@ -125,29 +135,22 @@ class _Positions:
 
 
 @torch.no_grad()
-def _compare(
-    hidden: list[torch.Tensor],
-    heads: list[torch.Tensor],
-    targets: torch.Tensor,
-    progress: Progress,
-) -> _Positions:
-    """`hidden` [n, hidden_size] and heads, candidate first, baseline after; `targets` [n]."""
+def _compare(finals: list[_Final], tokens: torch.Tensor, progress: Progress) -> _Positions:
+    """Sums over all windows `tokens` [sequences, length]; the candidate first, a baseline after."""
     sums = _Positions()
-    step = max(1, LOGITS_AT_ONCE // heads[0].shape[0])
-    progress.start("compare logits", len(targets), "positions")
-    for start in range(0, len(targets), step):
-        rows = slice(start, start + step)
-        candidate, *baseline = (
-            torch.log_softmax((h[rows] @ head.T).float(), -1)
-            for h, head in zip(hidden, heads, strict=True)
-        )
-        chosen = candidate.gather(-1, targets[rows, None])
+    count, length = tokens.shape
+    step = max(1, LOGITS_AT_ONCE // ((length - 1) * finals[0].head.shape[0]))
+    progress.start("compare logits", count, "windows")
+    for start in range(0, count, step):
+        sequences = slice(start, min(start + step, count))
+        candidate, *baseline = (final.log_probabilities(sequences) for final in finals)
+        chosen = candidate.gather(-1, tokens[sequences, 1:].reshape(-1, 1))
         sums.nll -= chosen.sum(dtype=torch.float64).item()
         sums.count += len(candidate)
         for base in baseline:
             sums.divergence.append((base.exp() * (base - candidate)).sum(-1).cpu())
             sums.agreeing += int((candidate.argmax(-1) == base.argmax(-1)).sum())
-        progress.advance(len(candidate))
+        progress.advance(sequences.stop - sequences.start)
     return sums
 
 

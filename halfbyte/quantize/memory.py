@@ -13,6 +13,7 @@ from typing import Any
 
 from halfbyte.calibration.limits import BATCH_TOKENS, SCORES_AT_ONCE
 from halfbyte.core import MemoryEstimate, Settings, TensorPlan, Unit
+from halfbyte.formats.config import config_count
 
 TORCH = 250_000_000
 """Resident bytes of Python with torch imported; measured, torch 2.13 on x86-64."""
@@ -32,14 +33,23 @@ def calibrates(settings: Settings) -> bool:
 def experts_at_once(model: Mapping[str, Any], device: str) -> int:
     """Routed experts of a layer that are solved as one batch."""
     budget = EXPERTS_IN_WORK[device.split(":")[0]]
-    return max(1, min(_size(model, "n_routed_experts"), budget // _expert_bytes(model)))
+    return max(1, min(config_count(model, "n_routed_experts"), budget // _expert_bytes(model)))
 
 
 def hidden_bytes(settings: Settings, model: Mapping[str, Any]) -> int:
     """Hidden states of all calibration tokens, between two layers."""
     if not calibrates(settings):
         return 0
-    return _tokens(settings) * _size(model, "hidden_size") * _element_bytes(settings)
+    return _tokens(settings) * config_count(model, "hidden_size") * _element_bytes(settings)
+
+
+def state_bytes(settings: Settings, model: Mapping[str, Any]) -> int:
+    """What one layer hands to the next: hidden states, and what sparse attention selected."""
+    if not calibrates(settings):
+        return 0
+    topk = config_count(model, "index_topk")
+    selected = 4 * _tokens(settings) * topk if topk < settings.sequence_length else 0
+    return hidden_bytes(settings, model) + selected
 
 
 def estimate_memory(
@@ -61,7 +71,9 @@ def estimate_memory(
         "activations of a batch": _activations(settings, model),
         "Hessians of plain linears": hessians,
     }
-    at_once = experts_at_once(model, settings.device) if _size(model, "n_routed_experts") else 0
+    at_once = (
+        experts_at_once(model, settings.device) if config_count(model, "n_routed_experts") else 0
+    )
     experts = {
         "hidden states and experts' input": 2 * hidden_bytes(settings, model),
         "experts in work": at_once * _expert_bytes(model),
@@ -80,10 +92,6 @@ def estimate_memory(
         )
     host = libraries | {"largest tensor in conversion": conversion}
     return MemoryEstimate(host=sum(host.values()), gpu=sum(phase.values()), detail=host | phase)
-
-
-def _size(model: Mapping[str, Any], name: str) -> int:
-    return int(model.get(name) or 0)
 
 
 def _tokens(settings: Settings) -> int:
@@ -118,33 +126,35 @@ def _hessians(layer: Sequence[TensorPlan]) -> int:
 def _expert_bytes(model: Mapping[str, Any]) -> int:
     """Float32: the weights as read, stacked, being solved and dequantized, and the Hessian of gate
     and up with its copy in the batch and its factor."""
-    hidden, inner = _size(model, "hidden_size"), _size(model, "moe_intermediate_size")
+    hidden, inner = config_count(model, "hidden_size"), config_count(model, "moe_intermediate_size")
     return max(1, 4 * (10 * hidden * inner + 3 * hidden * hidden))
 
 
 def _expert_activations(settings: Settings, model: Mapping[str, Any]) -> int:
     """Of an expert with its share of the tokens: the input of its down projection, and on the way
     to it gate, up and the gathered hidden states of one expert at a time, spread over all."""
-    experts = max(1, _size(model, "n_routed_experts"))
-    tokens = _tokens(settings) * _size(model, "num_experts_per_tok") // experts
-    return tokens * _size(model, "moe_intermediate_size") * _element_bytes(settings)
+    experts = max(1, config_count(model, "n_routed_experts"))
+    tokens = _tokens(settings) * config_count(model, "num_experts_per_tok") // experts
+    return tokens * config_count(model, "moe_intermediate_size") * _element_bytes(settings)
 
 
 def _activations(settings: Settings, model: Mapping[str, Any]) -> int:
     """Of one batch in attention, with its mask, or in the dense or shared MLP."""
     length = settings.sequence_length
     tokens = min(_tokens(settings), max(length, BATCH_TOKENS // length * length))
-    heads, hidden = _size(model, "num_attention_heads"), _size(model, "hidden_size")
-    head = _size(model, "qk_head_dim") or _size(model, "head_dim")
-    value = _size(model, "v_head_dim") or head
-    shared = _size(model, "moe_intermediate_size") * max(1, _size(model, "n_shared_experts"))
+    heads, hidden = config_count(model, "num_attention_heads"), config_count(model, "hidden_size")
+    head = config_count(model, "qk_head_dim") or config_count(model, "head_dim")
+    value = config_count(model, "v_head_dim") or head
+    shared = config_count(model, "moe_intermediate_size") * max(
+        1, config_count(model, "n_shared_experts")
+    )
     attention = tokens * (3 * heads * (head + value) + 4 * hidden)
-    mlp = tokens * (3 * max(_size(model, "intermediate_size"), shared) + 3 * hidden)
+    mlp = tokens * (3 * max(config_count(model, "intermediate_size"), shared) + 3 * hidden)
     mask = 0
-    if topk := _size(model, "index_topk"):
+    if topk := config_count(model, "index_topk"):
         # Selected tokens as int32 and int64, and the mask they make as bool and as float.
         mask = tokens * (12 * min(topk, length) + 6 * length)
         if topk < length:
-            scores = min(SCORES_AT_ONCE, tokens * _size(model, "index_n_heads") * length)
+            scores = min(SCORES_AT_ONCE, tokens * config_count(model, "index_n_heads") * length)
             mask += 2 * 4 * scores + 4 * _tokens(settings) * topk
     return max(attention, mlp) * _element_bytes(settings) + mask

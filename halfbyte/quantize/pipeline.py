@@ -173,9 +173,16 @@ def _finished(output: Path, plan: Plan, identity: Mapping[str, Any]) -> RunRepor
             f"{output} holds the finished output of another run: {difference}",
             hint="choose another folder with -o DIR, or replace it with --overwrite",
         )
-    shutil.rmtree(
-        output / WORK_FOLDER, ignore_errors=True
-    )  # a crash came between config.json and this
+    for shard in plan.shards:
+        file = output / shard.file
+        found = file.stat().st_size if file.exists() else 0
+        if found != shard.nbytes:
+            raise ResumeError(
+                f"{file} has {found} bytes, {shard.nbytes} when the run was finished",
+                hint="start again with --overwrite",
+            )
+    # A crash may have come between config.json and the removal of the work folder.
+    shutil.rmtree(output / WORK_FOLDER, ignore_errors=True)
     return report
 
 

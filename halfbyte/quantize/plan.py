@@ -45,7 +45,7 @@ from halfbyte.formats.loaders import check_loaders
 from halfbyte.formats.weights import layer_index, logical_weights
 from halfbyte.formats.writer import lay_out_shards
 from halfbyte.quantize.decide import action_on, decide
-from halfbyte.quantize.memory import calibrates, estimate_memory, hidden_bytes
+from halfbyte.quantize.memory import calibrates, estimate_memory, state_bytes
 from halfbyte.quantize.recipe import recipe_to_dict
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -91,7 +91,7 @@ def _make_plan(
         *_mtp_warnings(tensors, model, layers),
         *_calibration_warnings(tensors, settings, model),
     )
-    state = 2 * hidden_bytes(settings, model)  # that of a layer, beside the one before it
+    state = 2 * state_bytes(settings, model)  # that of a layer, beside the one before it
     side_files = sum((checkpoint.path / name).stat().st_size for name in checkpoint.side_files)
     return Plan(
         checkpoint=checkpoint,

@@ -60,6 +60,14 @@ class VerifyResult:
     compared: int
     """Logical weights whose values were compared with a source."""
     mismatches: tuple[Mismatch, ...]
+    notes: tuple[str, ...] = ()
+    """What could not be checked, and why."""
+
+
+_WITHOUT_REPORT = (
+    f"there is no readable {REPORT_FILE}: hashes, plan and the exact error of each weight were not "
+    "checked, only that weights are near their source if one was given"
+)
 
 
 def verify(
@@ -96,6 +104,7 @@ def verify(
         quantized=sum(w.encoding == "int4" for w in weights.values()),
         compared=len(weights) if source is not None else 0,
         mismatches=tuple(mismatches),
+        notes=() if report is not None else (_WITHOUT_REPORT,),
     )
 
 
@@ -123,7 +132,7 @@ def _read_report(folder: Path, mismatches: list[Mismatch]) -> RunReport | None:
         return None
     try:
         return RunReport.from_json(json.loads(path.read_bytes()), output=str(folder))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         mismatches.append(Mismatch("report", REPORT_FILE, f"cannot be read: {error!r}"))
         return None
 

@@ -153,3 +153,19 @@ def test_code_of_the_checkpoint_is_never_run(tiny_copy: Path, tmp_path: Path) ->
     with pytest.raises(CalibrationError, match="the tokenizer cannot be loaded"):
         load_tokenizer(tiny_copy)
     assert not marker.exists()
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\n{"text": "two"}\n')
+    assert load_texts(path) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    "line", [b'{"text": "\\ud800 half"}', b"[" * 100_000], ids=["surrogate", "nesting"]
+)
+def test_lines_that_no_tokenizer_can_take(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "text.jsonl"
+    path.write_bytes(b'{"text": "one"}\n' + line + b"\n")
+    with pytest.raises(CalibrationError, match="line 2"):
+        load_texts(path)

@@ -37,7 +37,7 @@ def our_logits(
         state = runner.embed(tokens)
         for index in range(runner.architecture.layers):
             runner.advance(index, state)
-        return runner.final_norm(state.hidden) @ runner.head().T
+        return runner.norm("model.norm.weight")(state.hidden) @ runner.head().T
 
 
 @torch.no_grad()
