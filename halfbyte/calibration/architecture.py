@@ -22,6 +22,16 @@ from halfbyte.errors import CheckpointError
 from halfbyte.formats.config import config_count
 from halfbyte.formats.weights import layer_index
 
+_POSITIVE = (
+    "hidden_size",
+    "n_group",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "qk_rope_head_dim",
+    "topk_group",
+)
+"""Entries of a config that transformers' modules divide by or count with unchecked."""
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -39,6 +49,9 @@ class Architecture:
     def of(cls, checkpoint: Checkpoint) -> Architecture:
         """Raises UnsupportedModelError for a model type without a layer runner."""
         family, fields, prefix = language_model(checkpoint)
+        for name in _POSITIVE:
+            if name in fields and config_count(fields, name) < 1:
+                raise CheckpointError(f"config.json: {name} is {fields[name]!r:.80}, not 1 or more")
         layers = config_count(fields, "num_hidden_layers")
         # By the tensors that are there: a config may forget to announce its MTP layer.
         stored = max((layer_index(name) or 0 for name in checkpoint.tensors), default=0) + 1

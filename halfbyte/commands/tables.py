@@ -265,9 +265,9 @@ def checkpoint_summary(record: Mapping[str, Any]) -> list[str]:
         layers += f" and an MTP layer at index {numbers}"
     if record["experts"]:
         layers += f", {record['experts']} routed experts"
-    quantization = record["quant_method"] or "none"
-    if record["fp8_block"]:
-        quantization += f" in blocks of {' x '.join(map(str, record['fp8_block']))}"
+    quantization = str(record["quant_method"] or "none")
+    if isinstance(block := record["fp8_block"], list):
+        quantization += f" in blocks of {' x '.join(map(str, block))}"
     return [
         f"path          {record['path']} ({record['model_type']})",
         f"size          {format_bytes(record['bytes'])} ({format_gib(record['bytes'])})"

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from halfbyte.calibration.architecture import Architecture
 from halfbyte.calibration.runner import LayerRunner
+from halfbyte.errors import CheckpointError
 from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.shards import ShardReader
 from halfbyte.formats.weights import logical_weights
@@ -116,3 +117,24 @@ def test_configuration_is_transformers_own(tmp_path: Path, model_type: Any) -> N
         ours.pop(entry, None)
         theirs.pop(entry, None)
     assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [
+        ("n_group", 0),
+        ("topk_group", -1),
+        ("hidden_size", "wide"),
+        ("num_experts_per_tok", 0),
+        ("hidden_act", "none such"),
+        ("moe_intermediate_size", -1),
+    ],
+)
+def test_a_config_that_cannot_be_built_names_the_entry(
+    tmp_path: Path, entry: str, value: object
+) -> None:
+    path = write_tiny(tmp_path / "tiny")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {entry: value}))
+    with pytest.raises(CheckpointError, match=rf"config\.json.*({entry}|{value}|negative)"):
+        Architecture.of(open_checkpoint(path)).layer(1)
