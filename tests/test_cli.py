@@ -143,7 +143,8 @@ def without_torch(*words: object) -> Outcome:
 
 
 def test_help_plan_and_inspect_do_not_import_torch(tiny: Path) -> None:
-    for words in (["--help"], ["models"], ["plan", tiny, "--json"], ["inspect", tiny, "--json"]):
+    planning = ["plan", tiny, "--sequence-length", "512", "--json"]
+    for words in (["--help"], ["models"], planning, ["inspect", tiny, "--json"]):
         outcome = without_torch(*words)
         assert (outcome.exit_code, outcome.stderr) == (0, ""), words
     outcome = without_torch("run", tiny, "--dry-run", "--json")
@@ -160,7 +161,7 @@ def test_plan_adds_up(quantize: Quantize, tiny: Path) -> None:
     assert sum(rule["bytes_out"] for rule in document["rules"]) == document["bytes_out"]
     assert "quantize INT4 g32" in human.stdout
     assert "peak memory  host" in human.stdout
-    assert quantize("plan", tiny, "--quiet") == (0, "", "")
+    assert quantize("plan", tiny, "--sequence-length", "512", "--quiet") == (0, "", "")
 
 
 def test_inspect_counts_what_the_headers_hold(quantize: Quantize, tiny: Path) -> None:

@@ -235,18 +235,26 @@ def _mtp_warnings(tensors: list[TensorPlan], model: Mapping[str, Any], layers: i
 def _calibration_warnings(
     tensors: list[TensorPlan], settings: Settings, model: Mapping[str, Any]
 ) -> list[str]:
-    """Fewer tokens than input features leave an expert's Hessian without full rank."""
+    """What makes calibration worse than it need be."""
+    if not calibrates(settings):
+        return []
+    warnings = []
+    longest = config_count(model, "max_position_embeddings")
+    if 0 < longest < settings.sequence_length:
+        warnings.append(
+            f"windows of {settings.sequence_length:,} tokens are longer than the {longest:,} that "
+            "the model was made for; use a shorter --sequence-length"
+        )
     chosen = config_count(model, "num_experts_per_tok")
     experts = config_count(model, "n_routed_experts")
     quantized = [
         t.source.shape[1] for t in tensors if t.action == "quantize" and ".experts." in t.name
     ]
-    if not calibrates(settings) or not quantized or not experts:
-        return []
-    tokens = settings.samples * settings.sequence_length * chosen // experts
-    if tokens >= max(quantized):
-        return []
-    return [
-        f"an expert will see {tokens:,} calibration tokens on average, fewer than its "
-        f"{max(quantized):,} input features; more --samples would help"
-    ]
+    # Fewer tokens than input features leave an expert's Hessian without full rank.
+    tokens = settings.samples * settings.sequence_length * chosen // max(1, experts)
+    if quantized and experts and tokens < max(quantized):
+        warnings.append(
+            f"an expert will see {tokens:,} calibration tokens on average, fewer than its "
+            f"{max(quantized):,} input features; more --samples would help"
+        )
+    return warnings

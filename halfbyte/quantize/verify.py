@@ -98,13 +98,17 @@ def verify(
             open_checkpoint(source), checkpoint, weights, report, progress
         )
     progress.finish()
+    quantized = sum(weight.encoding == "int4" for weight in weights.values())
+    notes = [] if report is not None else [_WITHOUT_REPORT]
+    if not quantized:
+        notes.append("no weight in it is INT4")
     return VerifyResult(
         shards=len(checkpoint.shards),
         tensors=len(checkpoint.tensors),
-        quantized=sum(w.encoding == "int4" for w in weights.values()),
+        quantized=quantized,
         compared=len(weights) if source is not None else 0,
         mismatches=tuple(mismatches),
-        notes=() if report is not None else (_WITHOUT_REPORT,),
+        notes=tuple(notes),
     )
 
 

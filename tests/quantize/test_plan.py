@@ -304,6 +304,12 @@ def test_few_calibration_tokens_are_warned_of(tiny: Path) -> None:
     assert plan_of(tiny, method="gptq", samples=4, sequence_length=64).warnings == ()
 
 
+def test_windows_longer_than_the_model_was_made_for_are_warned_of(tiny: Path) -> None:
+    (warning,) = plan_of(tiny, method="gptq", samples=4, sequence_length=1025).warnings
+    assert "windows of 1,025 tokens are longer than the 1,024" in warning
+    assert plan_of(tiny, method="rtn", sequence_length=1025).warnings == ()
+
+
 def test_what_only_sglang_cannot_load_is_a_warning(tiny: Path, tmp_path: Path) -> None:
     """Latent projections that are INT4 already, as others have published them."""
     first = plan_of(tiny)

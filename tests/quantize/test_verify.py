@@ -422,3 +422,11 @@ def test_a_recipe_that_does_not_fit_the_source(output: Path, tiny: Path) -> None
     edit_json(output / REPORT_FILE, lambda report: report["recipe"]["rules"].pop())
     found = verify(output, tiny).mismatches
     assert any("the plan cannot be made again: no rule" in m.message for m in found)
+
+
+def test_what_could_not_be_checked_is_said(output: Path, tiny: Path) -> None:
+    assert verify(output, tiny).notes == ()
+    (output / REPORT_FILE).unlink()
+    (note,) = verify(output, tiny).notes
+    assert "hashes, plan" in note
+    assert verify(tiny).notes[-1] == "no weight in it is INT4"
