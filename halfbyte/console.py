@@ -29,9 +29,7 @@ Mode = Literal["human", "json", "quiet"]
 SCHEMA_VERSION = 1
 """Version of every `--json` document; raised when a field changes its meaning or goes away."""
 
-EXIT_DONE = 0
 EXIT_FAILURE = 1
-EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 

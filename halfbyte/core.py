@@ -38,8 +38,6 @@ DTYPE_BYTES: Mapping[str, int] = {
 }
 """Bytes per element of each safetensors dtype that we accept."""
 
-FLOAT_DTYPES = frozenset({"F16", "BF16", "F32", "F64"})
-
 Action = Literal["quantize", "dequantize", "copy", "drop"]
 Encoding = Literal["plain", "fp8", "int4"]
 Method = Literal["gptq", "rtn"]

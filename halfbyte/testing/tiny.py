@@ -84,6 +84,21 @@ def write_tiny(
     return folder
 
 
+def write_nested(path: Path | str, plain: Path) -> Path:
+    """A checkpoint around the language model in `plain`, in Kimi-K2.5's layout: its config under
+    `text_config`, its tensors under `language_model.`, a vision tower beside it; no tokenizer."""
+    from safetensors.torch import load_file
+
+    tensors = {
+        f"language_model.{name}": tensor
+        for shard in sorted(plain.glob("*.safetensors"))
+        for name, tensor in load_file(shard).items()
+    }
+    tensors["vision_tower.patch_embed.proj.weight"] = torch.ones(4, 4)
+    text = json.loads((plain / "config.json").read_text()) | {"model_type": "kimi_k2"}
+    return write_checkpoint(path, {"model_type": "kimi_k25", "text_config": text}, [tensors])
+
+
 def write_checkpoint(
     path: Path | str, config: Mapping[str, Any], shards: list[dict[str, torch.Tensor]]
 ) -> Path:

@@ -28,7 +28,7 @@ from halfbyte.quantize import calibrated, pipeline
 from halfbyte.quantize.plan import make_plan
 from halfbyte.quantize.recipe import load_recipe
 from halfbyte.quantize.verify import verify
-from halfbyte.testing.tiny import write_tiny
+from halfbyte.testing.tiny import write_nested, write_tiny
 
 SETTINGS = Settings(samples=6, sequence_length=24)
 RTN = replace(SETTINGS, method="rtn")
@@ -425,19 +425,9 @@ def test_awkward_but_valid_sources(tmp_path: Path, options: dict[str, Any]) -> N
 def test_language_model_inside_a_larger_one(tmp_path: Path) -> None:
     """Kimi-K2.5's layout: another prefix, a vision tower, a tokenizer that is a Python file."""
     plain = write_tiny(tmp_path / "plain", model_type="deepseek_v3", mtp=False)
-    text = json.loads((plain / "config.json").read_text())
-    source = tmp_path / "kimi"
-    source.mkdir()
-    tensors = {
-        f"language_model.{name}": tensor
-        for shard in plain.glob("*.safetensors")
-        for name, tensor in load_file(shard).items()
-    }
-    tensors["vision_tower.patch_embed.proj.weight"] = torch.randn(4, 4)
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    config = {"model_type": "kimi_k25", "text_config": text | {"model_type": "kimi_k2"}}
-    assert "quantization_config" in config["text_config"]
-    (source / "config.json").write_text(json.dumps(config))
+    source = write_nested(tmp_path / "kimi", plain)
+    nested = json.loads((source / "config.json").read_text())["text_config"]
+    assert "quantization_config" in nested
     (source / "tokenization_kimi.py").write_text("raise SystemExit('never run')")
 
     report = quantize(source, tmp_path / "out")
