@@ -43,6 +43,7 @@ Encoding = Literal["plain", "fp8", "int4"]
 Method = Literal["gptq", "rtn"]
 Engine = Literal["halfbyte", "llmcompressor"]
 ScaleSearch = Literal["minmax", "mse"]
+ExpertHessian = Literal["routed", "blend", "all"]
 Rung = Literal["routed", "blended", "all-tokens", "weights-only"]
 
 
@@ -179,6 +180,14 @@ class Settings:
     method: Method = "gptq"
     engine: Engine = "halfbyte"
     scale_search: ScaleSearch = "mse"
+    signed_scales: bool = True
+    """Whether a scale may be negative, which lets every group use the code -8."""
+    refine: int = 4
+    """Sweeps of coordinate descent over codes and scales after GPTQ; 0 leaves GPTQ's own."""
+    expert_hessian: ExpertHessian = "blend"
+    """Which tokens a routed expert is calibrated on; see `calibration.inputs`."""
+    affinity: bool = False
+    """Whether an expert's tokens count by the square of their router weight."""
     dampening: float = 0.01
     """Share of the mean Hessian diagonal added to the diagonal (GPTQ's percdamp)."""
     block_size: int = 128
@@ -305,6 +314,8 @@ class InputStats:
     """Tokens that reach the input by themselves."""
     rung: Rung = "routed"
     """Which tokens the mean is over; see `calibration.inputs`."""
+    held_out: torch.Tensor | None = None
+    """Inputs [m, K] that are not in the mean, to check a result on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,10 +326,14 @@ class QuantizedWeight:
     """int8 [N, K], within the scheme's code range."""
     scales: torch.Tensor
     """bfloat16 [N, groups]; the weight is codes * scales, one scale per group of columns."""
-    error: float
+    error: float = 0.0
     """tr(E H Eᵀ) / tr(W H Wᵀ), E = W - Q, H the undamped Hessian; without one, |E|² / |W|²."""
+    rtn_error: float = 0.0
+    """The same for plain rounding with the scales that the search found."""
+    weight_error: float = 0.0
+    """|E|² / |W|²."""
     fallback: str | None = None
-    """None, or the step of the damping ladder that it took: "damping x10", ..., "rtn"."""
+    """None, or what took the place of GPTQ as asked for: "damping x10", ..., "diagonal", "rtn"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +344,7 @@ class LinearReport:
     scheme: str
     error: float
     rtn_error: float
-    """The same error measure for plain rounding with the same scales."""
+    """The same error measure for plain rounding, with the scales that GPTQ started from."""
     weight_error: float
     """|W - Q|² / |W|², whatever the inputs: what a reader of the checkpoint can check."""
     tokens: int
@@ -337,7 +352,7 @@ class LinearReport:
     fallback: str | None
 
 
-REPORT_SCHEMA = 1
+REPORT_SCHEMA = 2
 _VOLATILE = ("output", "seconds", "peak_bytes", "already_finished")
 
 

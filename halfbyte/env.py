@@ -7,6 +7,7 @@ Not listed: what the libraries read on their own (`HF_HOME`, `HF_TOKEN`, `CUDA_V
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from halfbyte.errors import UsageError
 
@@ -19,6 +20,13 @@ def debug() -> bool:
 def progress_disabled() -> bool:
     """`HF_HUB_DISABLE_PROGRESS_BARS=1`, the switch that users of `hf` know: no progress output."""
     return _switch("HF_HUB_DISABLE_PROGRESS_BARS")
+
+
+def cache_folder() -> Path:
+    """`HALFBYTE_CACHE`, or `halfbyte` in `XDG_CACHE_HOME`: what can be made again at any time."""
+    if folder := os.environ.get("HALFBYTE_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "halfbyte"
 
 
 def dumb_terminal() -> bool:

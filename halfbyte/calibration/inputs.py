@@ -3,31 +3,39 @@
 Statistics belong to an input, not to a linear: the gate and up projection of an expert read the
 same vectors and share one Hessian, so do q_a and kv_a, or q, k and v.
 
-An expert whose router sends it fewer than `2 * in_features` tokens has a Hessian too uncertain to
-trust. It is topped up to that many tokens with what the whole layer sees; the rung says how:
+A routed expert sees few tokens, some experts very few, so its own Hessian is uncertain. What all
+tokens of the layer would show it is certain and a little beside the point. Which of the two serves
+best is measured in docs/results.md; the default blends them, `BLEND` tokens per feature of the
+layer's mean to the expert's own. The rung of a linear says what its Hessian is made of:
 
-- `routed`: enough tokens of its own;
-- `blended`: its own tokens, topped up with tokens (or the mean Hessian) of the whole layer;
-- `all-tokens`: none of its own, only the layer's;
-- `weights-only`: no token at all; the weight is rounded without calibration.
+- `routed`: its own tokens;
+- `blended`: its own and the layer's mean;
+- `all-tokens`: the layer's alone;
+- `weights-only`: there was no token at all; the weight is rounded without calibration.
+
+Every `HELD_OUT_STRIDE`-th token is kept out of all statistics, to check their results on.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from halfbyte.calibration.limits import BATCH_TOKENS
+from halfbyte.calibration.limits import HELD_OUT_STRIDE, HELD_OUT_TOKENS, MOMENT_TOKENS
 from halfbyte.calibration.routing import Routing
 from halfbyte.calibration.runner import LayerRunner, State
-from halfbyte.core import InputStats, Rung
+from halfbyte.core import ExpertHessian, InputStats, Rung
 from halfbyte.errors import CalibrationError
 
-TOKENS_PER_FEATURE = 2
-"""Tokens per input feature below which a Hessian is topped up."""
+BLEND = 8
+"""Tokens per input feature that the layer's mean counts for in a blended Hessian."""
+SAMPLE = 2
+"""Tokens per input feature by which the layer's mean is estimated for a down projection."""
+FEW_HELD_OUT = 64
+"""Held-out tokens below which an expert's are joined by others of the layer."""
 
 _SHARED_INPUTS = {
     "gate_proj": "gate_up",
@@ -59,10 +67,21 @@ def second_moment(inputs: torch.Tensor) -> torch.Tensor:
     columns = inputs.shape[-1]
     total = inputs.new_zeros(columns, columns, dtype=torch.float32)
     # In slices: an expert that most tokens reach has as many rows as the calibration text.
-    for part in inputs.reshape(-1, columns).split(BATCH_TOKENS):
-        rows = part.float()
-        total.addmm_(rows.T, rows)
+    for rows in inputs.reshape(-1, columns).split(MOMENT_TOKENS[inputs.device.type]):
+        if inputs.is_cuda and rows.dtype == torch.bfloat16:
+            # Products of BF16 are exact in float32, which is what matrix units sum them in.
+            total += torch.mm(rows.T, rows, out_dtype=torch.float32)
+        else:
+            rows = rows.float()
+            total.addmm_(rows.T, rows)
     return total
+
+
+def evenly(count: int, among: int, device: torch.device) -> torch.Tensor:
+    """int64 [min(count, among)]: indices below `among`, evenly spread."""
+    count = min(count, among)
+    spread = torch.linspace(0, among - 1, count, device=device, dtype=torch.float64)
+    return spread.round().long()
 
 
 def checked(stats: InputStats, where: str) -> InputStats:
@@ -85,12 +104,19 @@ def collect_linear_inputs(
     """
     sums: dict[str, torch.Tensor] = {}
     tokens: dict[str, int] = {}
+    held_out: dict[str, list[torch.Tensor]] = {}
+    stride = max(HELD_OUT_STRIDE, state.hidden[..., 0].numel() // HELD_OUT_TOKENS)
 
     def watch(key: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
         def see(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            moment = second_moment(args[0])
+            rows = args[0].flatten(0, -2)
+            moment = second_moment(rows)
+            # From where the last call stopped: batches are of many lengths.
+            held = rows[(stride - 1 - tokens.get(key, 0)) % stride :: stride].clone()
+            moment -= second_moment(held)
+            held_out.setdefault(key, []).append(held)
             sums[key] = sums[key].add_(moment) if key in sums else moment
-            tokens[key] = tokens.get(key, 0) + args[0].numel() // args[0].shape[-1]
+            tokens[key] = tokens.get(key, 0) + len(rows)
 
         return module.register_forward_pre_hook(see)
 
@@ -103,68 +129,110 @@ def collect_linear_inputs(
     finally:
         for handle in handles:
             handle.remove()
-    return {
-        key: checked(InputStats(total / tokens[key], tokens[key]), key)
-        for key, total in sums.items()
-    }
+    stats = {}
+    for key, total in sums.items():
+        held = torch.cat(held_out[key])
+        mean = total / max(1, tokens[key] - len(held))
+        stats[key] = checked(InputStats(mean, tokens[key], held_out=held), key)
+    return stats
 
 
 class ExpertInputs:
-    """Statistics of the routed experts of one layer, each topped up where its tokens are few."""
+    """Statistics of the inputs of one layer's routed experts."""
 
-    def __init__(self, routing: Routing, layer: str) -> None:
-        """`layer` names the experts' layer in errors."""
-        self._routing = routing
+    def __init__(
+        self,
+        routing: Routing,
+        layer: str,
+        choice: ExpertHessian = "blend",
+        *,
+        affinity: bool = False,
+    ) -> None:
+        """`layer` names the experts' layer in errors. With `affinity` a token counts by the square
+        of its router weight, relative to the mean square of the expert's tokens."""
+        self._hidden = routing.hidden
+        self._own, self._held = routing.split()
         self._layer = layer
-        self._layer_moment: torch.Tensor | None = None
+        self._choice = choice
+        self._affinity = affinity
+        self._mean: torch.Tensor | None = None
+        tokens = routing.hidden.shape[0]
+        held = torch.arange(
+            HELD_OUT_STRIDE - 1, tokens, HELD_OUT_STRIDE, device=routing.hidden.device
+        )
+        self._layer_held = held[evenly(HELD_OUT_TOKENS, len(held), held.device)]
+
+    def tokens(self, expert: int) -> int:
+        """How many tokens the router sends to an expert, those held out among them."""
+        return self._own.tokens(expert) + self._held.tokens(expert)
 
     def gate_up(self, expert: int) -> InputStats | None:
         """Of the hidden states that gate and up read; None when the layer saw no token."""
-        routing = self._routing
-        own = routing.tokens(expert)
-        missing = self._missing(own, routing.hidden.shape[1])
-        total = second_moment(routing.hidden[routing.rows(expert)])
-        if missing:
-            total += missing * self._layer_mean()
-        return self._stats(total, own, missing)
+        own = self._hidden[self._own.rows(expert)]
+        held = self._hidden[self._held_rows(expert)]
+        return self._stats(expert, own, held, self._layer_mean)
 
     def down(
-        self, runner: LayerRunner, inner: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+        self, expert: int, runner: LayerRunner, gate: torch.Tensor, up: torch.Tensor
     ) -> InputStats | None:
-        """Of the vectors that down reads: `inner` [n, I] of its own tokens, and when they are few
-        those that the expert would make of tokens spread evenly over the layer's."""
-        own, width = inner.shape
-        missing = self._missing(own, width)
-        total = second_moment(inner)
-        if missing:
-            everything = self._routing.hidden
-            spread = (
-                torch.linspace(
-                    0,
-                    everything.shape[0] - 1,
-                    missing,
-                    device=everything.device,
-                    dtype=torch.float64,
-                )
-                .round()
-                .long()
-            )
-            total += second_moment(runner.inner(everything[spread], gate, up))
-        return self._stats(total, own, missing)
+        """Of the vectors that down reads behind `gate` and `up` [I, H], which are quantized."""
 
-    def _missing(self, own: int, features: int) -> int:
-        available = self._routing.hidden.shape[0]
-        return min(available, max(0, TOKENS_PER_FEATURE * features - own))
+        def inner(rows: torch.Tensor) -> torch.Tensor:
+            return runner.inner(self._hidden[rows], gate, up)
+
+        def mean() -> torch.Tensor:
+            sample = inner(self._sample(SAMPLE * gate.shape[0]))
+            return second_moment(sample) / max(1, len(sample))
+
+        own = inner(self._own.rows(expert))
+        return self._stats(expert, own, inner(self._held_rows(expert)), mean)
+
+    def _stats(
+        self,
+        expert: int,
+        own: torch.Tensor,
+        held: torch.Tensor,
+        layer_mean: Callable[[], torch.Tensor],
+    ) -> InputStats | None:
+        if not len(self._hidden):
+            return None
+        count, features = own.shape
+        alone = self._choice == "all" or not count
+        if alone:
+            total, weight = layer_mean().clone(), 1
+        else:
+            total, weight = second_moment(self._weighted(expert, own)), count
+            if self._choice == "blend":
+                total.add_(layer_mean(), alpha=BLEND * features)
+                weight += BLEND * features
+        rung: Rung = "all-tokens" if alone else "blended" if self._choice == "blend" else "routed"
+        stats = InputStats(total.div_(weight), self.tokens(expert), rung, held)
+        return checked(stats, f"expert {expert} of {self._layer}")
+
+    def _weighted(self, expert: int, own: torch.Tensor) -> torch.Tensor:
+        if not self._affinity:
+            return own
+        weight = self._own.weight(expert)
+        return own * (weight / weight.square().mean().sqrt()).to(own.dtype)
+
+    def _held_rows(self, expert: int) -> torch.Tensor:
+        rows = self._held.rows(expert)
+        rows = rows[evenly(HELD_OUT_TOKENS, len(rows), rows.device)]
+        if len(rows) < FEW_HELD_OUT:
+            rows = torch.cat([rows, self._layer_held])[:FEW_HELD_OUT]
+        return rows
 
     def _layer_mean(self) -> torch.Tensor:
-        if self._layer_moment is None:
-            hidden = self._routing.hidden
-            self._layer_moment = second_moment(hidden) / hidden.shape[0]
-        return self._layer_moment
+        if self._mean is None:
+            total = second_moment(self._hidden)
+            held = self._hidden[HELD_OUT_STRIDE - 1 :: HELD_OUT_STRIDE]
+            total -= second_moment(held)
+            self._mean = total / max(1, len(self._hidden) - len(held))
+        return self._mean
 
-    def _stats(self, total: torch.Tensor, own: int, missing: int) -> InputStats | None:
-        if own + missing == 0:
-            return None
-        rung: Rung = "routed" if not missing else "blended" if own else "all-tokens"
-        stats = InputStats(total / (own + missing), own, rung)
-        return checked(stats, f"the experts of {self._layer}")
+    def _sample(self, count: int) -> torch.Tensor:
+        """Tokens of the layer, evenly spread, none of them held out."""
+        tokens = self._hidden.shape[0]
+        free = tokens - tokens // HELD_OUT_STRIDE
+        place = evenly(count, free, self._hidden.device)
+        return place + place // (HELD_OUT_STRIDE - 1)

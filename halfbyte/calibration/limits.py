@@ -6,5 +6,17 @@ Free of torch, since the plan predicts memory from them.
 BATCH_TOKENS = 8192
 """Tokens per forward call."""
 
+EXPERT_TOKENS = 65_536
+"""Tokens that are sent through all experts of a layer before the next ones."""
+
+MOMENT_TOKENS = {"cpu": 8192, "cuda": 32_768}
+"""Tokens whose second moment is one matrix product."""
+
 SCORES_AT_ONCE = 1 << 25
 """Elements of a block of sparse attention's indexer scores, float32."""
+
+HELD_OUT_STRIDE = 32
+"""One token in so many is kept out of all statistics, to check their results on."""
+
+HELD_OUT_TOKENS = 256
+"""Held-out tokens that one input is checked on, at most."""

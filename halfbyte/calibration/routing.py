@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+
+from halfbyte.calibration.limits import HELD_OUT_STRIDE
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """Tokens sorted by the expert they go to, each expert's in ascending order."""
+
+    _slots: torch.Tensor
+    _weight: torch.Tensor
+    _offsets: list[int]
+    _top_k: int
+
+    def tokens(self, expert: int) -> int:
+        """How many tokens the router sends to this expert."""
+        return self._offsets[expert + 1] - self._offsets[expert]
+
+    def rows(self, expert: int) -> torch.Tensor:
+        """int64 [n]: the tokens of this expert, counted from the first of the range."""
+        return self._of(expert) // self._top_k
+
+    def weight(self, expert: int) -> torch.Tensor:
+        """float32 [n, 1]: router weights of those tokens."""
+        return self._weight[self._of(expert), None]
+
+    def _of(self, expert: int) -> torch.Tensor:
+        return self._slots[self._offsets[expert] : self._offsets[expert + 1]]
 
 
 @dataclass(frozen=True)
@@ -14,40 +41,33 @@ class Routing:
 
     hidden: torch.Tensor
     """[tokens, hidden_size], compute dtype."""
-    _order: torch.Tensor
-    _weight: torch.Tensor
-    _offsets: list[int]
-    _top_k: int
+    index: torch.Tensor
+    """int64 [tokens, top_k]: the experts of a token, as the router returns them."""
+    weight: torch.Tensor
+    """float32 [tokens, top_k]: how much of each."""
+    experts: int
 
-    @classmethod
-    def of(
-        cls, hidden: torch.Tensor, index: torch.Tensor, weight: torch.Tensor, experts: int
-    ) -> Routing:
-        """`index` int64 and `weight` float, both [tokens, top_k], as the router returns them."""
+    def dispatch(self, start: int = 0, stop: int | None = None) -> Dispatch:
+        """Where the tokens from `start` to `stop` go."""
+        return self._sorted(self.index[start:stop], self.weight[start:stop], self.experts)
+
+    def split(self) -> tuple[Dispatch, Dispatch]:
+        """Where tokens for statistics go, and those held out: every `HELD_OUT_STRIDE`-th."""
+        held = torch.zeros_like(self.index)
+        held[HELD_OUT_STRIDE - 1 :: HELD_OUT_STRIDE] = self.experts
+        both = self._sorted(self.index + held, self.weight, 2 * self.experts)
+        train, held_out = (
+            replace(both, _offsets=both._offsets[first : first + self.experts + 1])
+            for first in (0, self.experts)
+        )
+        return train, held_out
+
+    @staticmethod
+    def _sorted(index: torch.Tensor, weight: torch.Tensor, experts: int) -> Dispatch:
         flat = index.reshape(-1)
         counts = torch.bincount(flat, minlength=experts)
-        return cls(
-            hidden,
-            torch.argsort(flat, stable=True),
-            weight.reshape(-1),
-            [0, *counts.cumsum(0).tolist()],
-            index.shape[1],
-        )
-
-    def tokens(self, expert: int) -> int:
-        """How many tokens the router sends to this expert."""
-        return self._offsets[expert + 1] - self._offsets[expert]
-
-    def rows(self, expert: int) -> torch.Tensor:
-        """int64 [n]: the tokens of this expert, ascending."""
-        return self._slots(expert) // self._top_k
-
-    def weight(self, expert: int) -> torch.Tensor:
-        """[n, 1]: router weights of those tokens."""
-        return self._weight[self._slots(expert), None]
-
-    def _slots(self, expert: int) -> torch.Tensor:
-        return self._order[self._offsets[expert] : self._offsets[expert + 1]]
+        slots = torch.argsort(flat, stable=True)
+        return Dispatch(slots, weight.reshape(-1), [0, *counts.cumsum(0).tolist()], index.shape[1])
 
 
 class ExpertsTakenOut(nn.Module):
@@ -59,12 +79,13 @@ class ExpertsTakenOut(nn.Module):
         self._kept: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._filled = 0
 
-    def expect(self, hidden: torch.Tensor) -> None:
-        """Make room for as many tokens as `hidden` [sequences, length, hidden_size] holds."""
-        tokens = hidden.shape[0] * hidden.shape[1]
-        weight = hidden.new_empty(tokens, self._top_k, dtype=torch.float32)
+    def expect(
+        self, tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Make room for `tokens` inputs of `hidden_size`."""
+        weight = torch.empty(tokens, self._top_k, dtype=torch.float32, device=device)
         index = torch.empty_like(weight, dtype=torch.int64)
-        self._kept = (torch.empty_like(hidden).flatten(0, 1), index, weight)
+        self._kept = (torch.empty(tokens, hidden_size, dtype=dtype, device=device), index, weight)
         self._filled = 0
 
     def forward(

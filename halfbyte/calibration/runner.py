@@ -21,7 +21,7 @@ from torch import nn
 from halfbyte.calibration.architecture import Architecture
 from halfbyte.calibration.indexer import SlicedIndexer
 from halfbyte.calibration.limits import BATCH_TOKENS
-from halfbyte.calibration.routing import ExpertsTakenOut, Routing
+from halfbyte.calibration.routing import Dispatch, ExpertsTakenOut, Routing
 from halfbyte.core import StoredWeight
 from halfbyte.errors import CalibrationError, CheckpointError
 from halfbyte.formats.shards import ShardReader
@@ -34,7 +34,7 @@ class State:
     """What one layer hands to the next, for all calibration sequences."""
 
     hidden: torch.Tensor
-    """[sequences, length, hidden_size], compute dtype."""
+    """[sequences, length, hidden_size], compute dtype; on the device, or in host memory."""
     topk: torch.Tensor | None = None
     """int32 [sequences, length, index_topk]: the tokens that sparse attention selected, for layers
     that share an indexer. None while every token is selected (length <= index_topk)."""
@@ -146,29 +146,31 @@ class LayerRunner:
         position = torch.arange(length, device=self.device)[None]
         always = {
             "position_ids": position,
-            "position_embeddings": self._rotary(state.hidden[:1], position),
+            "position_embeddings": self._rotary(state.hidden[:1].to(self.device), position),
         }
         experts = getattr(layer.mlp, "experts", None)
         if experts is not None and keep:
-            experts.expect(state.hidden)
+            tokens = state.hidden.shape[0] * length
+            experts.expect(tokens, state.hidden.shape[-1], self.dtype, self.device)
         sparse = self.architecture.index_topk is not None
         selected = []
         for rows in batches(*state.hidden.shape[:2]):
             arguments = self._sparse_arguments(layer, state, rows) if sparse else {}
-            out = layer(state.hidden[rows], **always, **arguments)
+            out = layer(state.hidden[rows].to(self.device), **always, **arguments)
             if sparse:
                 out, chosen = out
-                selected.append(chosen)
+                if chosen.shape[-1] < length:
+                    selected.append(chosen.to(state.hidden.device))
             if keep:
                 state.hidden[rows] = out
         if not keep:
             return None
-        if selected and selected[0].shape[-1] < length:
+        if selected:
             state.topk = torch.cat(selected)
         if experts is None:
             return None
         hidden, index, weight = experts.take()
-        return Routing.of(hidden, index, weight, self.architecture.config.n_routed_experts)
+        return Routing(hidden, index, weight, self.architecture.config.n_routed_experts)
 
     def _sparse_arguments(
         self, layer: nn.Module, state: State, rows: slice
@@ -179,7 +181,7 @@ class LayerRunner:
         assert topk is not None
         mask = torch.ones(length, length, dtype=torch.bool, device=self.device).tril()
         if state.topk is not None:
-            chosen = state.topk[rows]
+            chosen = state.topk[rows].to(self.device)
         else:
             every = torch.arange(length, dtype=torch.int32, device=self.device)
             chosen = every.expand(_count(rows), length, length)
@@ -206,30 +208,34 @@ class LayerRunner:
     @torch.no_grad()
     def add_expert(
         self,
-        state: State,
-        routing: Routing,
+        hidden: torch.Tensor,
+        inputs: torch.Tensor,
+        dispatch: Dispatch,
         expert: int,
-        inner: torch.Tensor,
-        down: torch.Tensor,
+        weights: Mapping[str, torch.Tensor],
     ) -> None:
-        """Add one expert's weighted output to its tokens; each token once, so order is fixed."""
-        share = (inner @ down.T.to(self.dtype)) * routing.weight(expert)
-        flat = state.hidden.view(-1, state.hidden.shape[-1])
-        flat.index_add_(0, routing.rows(expert), share.to(flat.dtype))
+        """Add one expert's weighted output to `hidden` [n, hidden_size], in place.
+
+        `inputs` [n, hidden_size] are the experts' input for the same tokens, which `dispatch`
+        sends to their experts.
+        """
+        if not dispatch.tokens(expert):
+            return
+        rows = dispatch.rows(expert)
+        inner = self.inner(inputs[rows], weights["gate_proj"], weights["up_proj"])
+        share = (inner @ weights["down_proj"].T.to(self.dtype)) * dispatch.weight(expert)
+        # A token reaches an expert once, so the order of additions is that of the experts.
+        hidden.index_add_(0, rows, share.to(hidden.dtype))
 
     def advance(self, index: int, state: State) -> None:
         """Move `state` through layer `index` as the checkpoint holds it, experts one at a time."""
         routing = self.forward(self.load_layer(index), state)
         if routing is not None:
-            for expert in range(self.architecture.config.n_routed_experts):
-                if routing.tokens(expert):
+            flat, dispatch = state.hidden.flatten(0, 1), routing.dispatch()
+            for expert in range(routing.experts):
+                if dispatch.tokens(expert):
                     weights = self.load_expert(index, expert)
-                    inner = self.inner(
-                        routing.hidden[routing.rows(expert)],
-                        weights["gate_proj"],
-                        weights["up_proj"],
-                    )
-                    self.add_expert(state, routing, expert, inner, weights["down_proj"])
+                    self.add_expert(flat, routing.hidden, dispatch, expert, weights)
         check_finite(state.hidden, f"layer {index}")
 
 

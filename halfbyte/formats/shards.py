@@ -10,7 +10,7 @@ import os
 from collections import OrderedDict
 from threading import Lock
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import torch
 
@@ -38,6 +38,8 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "U64": torch.uint64,
 }
 """torch dtype of each safetensors dtype."""
+
+Sign = Literal["any", "positive", "nonzero"]
 
 MAX_OPEN_SHARDS = 32
 
@@ -117,7 +119,9 @@ class ShardReader:
         """
         parts = {key: self.read(info).to(device) for key, info in stored.parts.items()}
         if "scale" in parts:
-            require_finite(stored.parts["scale"], parts["scale"], positive=True)
+            # A negative scale turns a group around; halfbyte writes such scales, for INT4 only.
+            sign: Sign = "nonzero" if stored.encoding == "int4" else "positive"
+            require_finite(stored.parts["scale"], parts["scale"], sign)
         if stored.encoding == "fp8":
             assert stored.block is not None
             (rows, columns), (block_rows, block_columns) = stored.shape, stored.block
@@ -160,17 +164,22 @@ def _fill(buffer: memoryview, fd: int, offset: int) -> None:
         done += count
 
 
-def require_finite(info: TensorInfo, values: torch.Tensor, *, positive: bool = False) -> None:
-    """Raise unless all values are finite, and positive where asked."""
+def require_finite(info: TensorInfo, values: torch.Tensor, sign: Sign = "any") -> None:
+    """Raise unless all values are finite, and positive or at least not zero where asked."""
     if not values.numel():
         return
     # The extremes carry NaN and infinity, and need no memory of the size of the tensor.
     extremes = torch.stack(values.aminmax())
-    if bool(torch.isfinite(extremes).all()) and not (positive and extremes[0] <= 0):
+    good = bool(torch.isfinite(extremes).all())
+    if sign == "positive":
+        good = good and bool(extremes[0] > 0)
+    elif sign == "nonzero":
+        good = good and bool(values.all())
+    if good:
         return
     bad = ~torch.isfinite(values)
-    if positive:
-        bad |= values <= 0
+    if sign != "any":
+        bad |= values <= 0 if sign == "positive" else values == 0
     where = [int(i) for i in bad.nonzero()[0]]
     raise CheckpointError(
         f"{info.name} in {info.shard} decodes to {float(values[tuple(where)])} at {where}",

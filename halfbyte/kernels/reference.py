@@ -40,6 +40,17 @@ def dequantize_int4(
     return (grouped * scales.to(torch.float32)[:, :, None]).view(rows, columns).to(dtype)
 
 
+def decode_int4(
+    packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """The weight [N, K] that `packed` int32 [N, K/8] and `scales` [N, groups] stand for."""
+    if packed.is_cuda:
+        from halfbyte.kernels.decode import decode_packed
+
+        return decode_packed(packed, scales, dtype)
+    return dequantize_int4(unpack_int4(packed, 8 * packed.shape[1]), scales, dtype)
+
+
 def dequantize_fp8(
     weight: torch.Tensor,
     scale: torch.Tensor,

@@ -2,9 +2,10 @@
 
 The order inside a layer: plain linears (attention, dense and shared MLP) are measured in one
 forward pass with the weights as stored and replaced by their quantized selves; then one pass with
-them gives the experts' input and routing; then, expert by expert, gate and up are quantized, the
-down projection's input is measured behind the *quantized* gate and up, down is quantized, and the
-expert's output joins the residual stream. What leaves the layer is what the quantized layer makes.
+them gives the experts' input and routing; then, some experts at a time, gate and up are quantized,
+the down projection's input is measured behind the *quantized* gate and up, and down is quantized;
+then the tokens go through the quantized experts. What leaves the layer is what the quantized layer
+makes.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from halfbyte.calibration.inputs import (
     input_of,
     is_routed_expert,
 )
+from halfbyte.calibration.limits import EXPERT_TOKENS
 from halfbyte.calibration.mtp import mtp_input
 from halfbyte.calibration.routing import Routing
-from halfbyte.calibration.runner import LayerRunner, State, check_finite
+from halfbyte.calibration.runner import EXPERT_LINEARS, LayerRunner, State, check_finite
 from halfbyte.core import (
     InputStats,
     LinearReport,
@@ -37,9 +39,9 @@ from halfbyte.core import (
 )
 from halfbyte.errors import ResumeError
 from halfbyte.formats.files import file_sha256, sync_folder
-from halfbyte.kernels.reference import dequantize_int4
+from halfbyte.kernels.reference import decode_int4, pack_int4
 from halfbyte.quantize.memory import experts_at_once
-from halfbyte.quantize.solver import Solved, solve
+from halfbyte.quantize.solver import Inputs, Solved, solve
 
 Emit = Callable[[TensorPlan, QuantizedWeight], None]
 """Takes a finished linear away, to be packed and written."""
@@ -117,7 +119,8 @@ class LayerQuantizer:
             weight = self.runner.read(plan.name, torch.float32)
             stats = inputs.get(input_of(module))
             solved = self._solve([weight], plan, [stats])
-            reports += _hand_over([(plan, weight)], solved, 0, stats, emit)
+            emit(plan, solved.linears[0][0])
+            reports.append(report_of(plan, solved.linears[0][0], stats))
             linear = layer.get_submodule(module.removeprefix(prefix))
             linear.weight = nn.Parameter(
                 solved.dequantized(0).to(self.runner.dtype), requires_grad=False
@@ -127,101 +130,111 @@ class LayerQuantizer:
     def _experts(
         self, index: int, routing: Routing, planned: Mapping[str, TensorPlan], emit: Emit
     ) -> list[LinearReport]:
-        """Quantize the routed experts of a layer and add their outputs to the state."""
-        assert self.state is not None
-        runner, reports = self.runner, []
+        """Quantize the routed experts of a layer, then send the tokens through them."""
+        runner, settings = self.runner, self.settings
         prefix = f"{runner.architecture.layer_name(index)}mlp.experts."
-        inputs = ExpertInputs(routing, f"layers.{index}")
-        config = runner.architecture.config
-        step = experts_at_once(config.to_dict(), self.settings.device)
-        for start in range(0, config.n_routed_experts, step):
-            chunk = range(start, min(start + step, config.n_routed_experts))
+        inputs = ExpertInputs(
+            routing, f"layers.{index}", settings.expert_hessian, affinity=settings.affinity
+        )
+        step = experts_at_once(runner.architecture.config.to_dict(), settings.device)
+        experts: list[dict[str, _Stored]] = []
+        reports = []
+        for start in range(0, routing.experts, step):
+            chunk = range(start, min(start + step, routing.experts))
             weights = [runner.load_expert(index, expert) for expert in chunk]
             plans = [
-                {leaf: planned.get(f"{prefix}{expert}.{leaf}") for leaf in weights[0]}
+                {leaf: planned.get(f"{prefix}{expert}.{leaf}") for leaf in EXPERT_LINEARS}
                 for expert in chunk
             ]
+            stored: list[dict[str, _Stored]] = [{} for _ in chunk]
             # One scheme for all experts of a layer, gate with up: the recipe guarantees it.
-            gate_up = plans[0]["gate_proj"]
-            if gate_up is not None:
-                stats = [inputs.gate_up(expert) for expert in chunk]
-                both = [torch.cat([w["gate_proj"], w["up_proj"]]) for w in weights]
-                solved = self._solve(both, gate_up, stats)
-                for i, (plan, weight) in enumerate(zip(plans, weights, strict=True)):
-                    pair = [(plan[leaf], weight[leaf]) for leaf in ("gate_proj", "up_proj")]
-                    reports += _hand_over(pair, solved, i, stats[i], emit)
-                    weight["gate_proj"], weight["up_proj"] = solved.dequantized(i).chunk(2)
-            inner = [
-                runner.inner(
-                    routing.hidden[routing.rows(expert)], weight["gate_proj"], weight["up_proj"]
-                )
-                for expert, weight in zip(chunk, weights, strict=True)
-            ]
-            if (down := plans[0]["down_proj"]) is not None:
-                stats = [
-                    inputs.down(runner, x, weight["gate_proj"], weight["up_proj"])
-                    for x, weight in zip(inner, weights, strict=True)
-                ]
-                solved = self._solve([w["down_proj"] for w in weights], down, stats)
-                for i, (plan, weight) in enumerate(zip(plans, weights, strict=True)):
-                    single = [(plan["down_proj"], weight["down_proj"])]
-                    reports += _hand_over(single, solved, i, stats[i], emit)
-                    weight["down_proj"] = solved.dequantized(i)
-            for expert, x, weight in zip(chunk, inner, weights, strict=True):
-                if len(x):
-                    runner.add_expert(self.state, routing, expert, x, weight["down_proj"])
+            for leaves in (("gate_proj", "up_proj"), ("down_proj",)):
+                if plans[0][leaves[0]] is None:
+                    continue
+                if len(leaves) == 2:
+                    stats = [inputs.gate_up(expert) for expert in chunk]
+                else:
+                    stats = [
+                        inputs.down(expert, runner, own["gate_proj"], own["up_proj"])
+                        for expert, own in zip(chunk, weights, strict=True)
+                    ]
+                stacks = [torch.cat([own[leaf] for leaf in leaves]) for own in weights]
+                first = plans[0][leaves[0]]
+                assert first is not None
+                solved = self._solve(stacks, first, stats, len(leaves))
+                for item, own in enumerate(weights):
+                    made = solved.dequantized(item).chunk(len(leaves))
+                    for leaf, quantized, weight in zip(
+                        leaves, solved.linears[item], made, strict=True
+                    ):
+                        plan = plans[item][leaf]
+                        assert plan is not None
+                        emit(plan, quantized)
+                        reports.append(report_of(plan, quantized, stats[item]))
+                        stored[item][leaf] = pack_int4(quantized.codes), quantized.scales
+                        own[leaf] = weight
+            for own, kept in zip(weights, stored, strict=True):
+                rest = {leaf: own[leaf].to(runner.dtype) for leaf in own if leaf not in kept}
+                experts.append({**kept, **rest})
+        self._through_experts(routing, experts)
         return reports
+
+    def _through_experts(self, routing: Routing, experts: Sequence[Mapping[str, _Stored]]) -> None:
+        """Add what the experts make of their tokens to the state, some tokens at a time."""
+        assert self.state is not None
+        hidden, runner = self.state.hidden.view(-1, self.state.hidden.shape[-1]), self.runner
+        for start in range(0, hidden.shape[0], EXPERT_TOKENS):
+            tokens = slice(start, start + EXPERT_TOKENS)
+            dispatch = routing.dispatch(tokens.start, tokens.stop)
+            part = hidden[tokens].to(runner.device)
+            for expert, stored in enumerate(experts):
+                if dispatch.tokens(expert):
+                    weights = {
+                        leaf: weight
+                        if isinstance(weight, torch.Tensor)
+                        else decode_int4(*weight, runner.dtype)
+                        for leaf, weight in stored.items()
+                    }
+                    runner.add_expert(part, routing.hidden[tokens], dispatch, expert, weights)
+            if part.device != hidden.device:
+                hidden[tokens] = part
 
     def _solve(
         self,
         weights: Sequence[torch.Tensor],
         plan: TensorPlan,
         stats: Sequence[InputStats | None],
+        linears: int = 1,
     ) -> Solved:
+        """Quantize weights, each a stack of so many linears that read the same input."""
         assert plan.scheme is not None
-        hessians = [s.hessian for s in stats if s is not None]
-        return solve(
-            torch.stack(list(weights)),
-            plan.scheme,
-            torch.stack(hessians) if hessians else None,
-            self.settings,
-        )
+        known = [s for s in stats if s is not None]
+        inputs = None
+        if known:
+            held_out = [s.held_out for s in known if s.held_out is not None]
+            inputs = Inputs(
+                torch.stack([s.hessian for s in known]),
+                nn.utils.rnn.pad_sequence(held_out, batch_first=True) if held_out else None,
+            )
+        parts = [weights[0].shape[0] // linears] * linears
+        return solve(torch.stack(list(weights)), plan.scheme, inputs, self.settings, parts)
 
 
-def _hand_over(
-    linears: Sequence[tuple[TensorPlan | None, torch.Tensor]],
-    solved: Solved,
-    item: int,
-    stats: InputStats | None,
-    emit: Emit,
-) -> list[LinearReport]:
-    """Split what was solved as one stack of rows into its linears; emit and report each."""
-    reports, row = [], 0
-    for plan, weight in linears:
-        assert plan is not None
-        quantized, rtn_error = solved.rows(item, row, row + weight.shape[0])
-        row += weight.shape[0]
-        emit(plan, quantized)
-        reports.append(report_of(plan, weight, quantized, rtn_error, stats))
-    return reports
+_Stored = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""A weight between its quantization and the tokens' way through it: packed codes and scales, or
+itself when it is not quantized."""
 
 
 def report_of(
-    plan: TensorPlan,
-    weight: torch.Tensor,
-    quantized: QuantizedWeight,
-    rtn_error: float,
-    stats: InputStats | None,
+    plan: TensorPlan, quantized: QuantizedWeight, stats: InputStats | None
 ) -> LinearReport:
-    """The line of the run report on a quantized linear; `weight` float32 [N, K] is its source."""
-    off = weight - dequantize_int4(quantized.codes, quantized.scales)
-    energy = float(weight.square().sum(dtype=torch.float64))
+    """The line of the run report on a quantized linear."""
     return LinearReport(
         name=plan.module,
         scheme=str(plan.scheme),
         error=quantized.error,
-        rtn_error=rtn_error,
-        weight_error=float(off.square().sum(dtype=torch.float64)) / energy if energy else 0.0,
+        rtn_error=quantized.rtn_error,
+        weight_error=quantized.weight_error,
         tokens=stats.tokens if stats else 0,
         rung=stats.rung if stats else "weights-only",
         fallback=quantized.fallback,

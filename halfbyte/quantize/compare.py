@@ -19,8 +19,8 @@ from halfbyte.formats.shards import ShardReader
 SLICE_BYTES = 64 << 20
 HALF_STEP = 0.5 + 1e-4
 """Half a step between codes, and the float32 error of dividing by the scale."""
-LARGEST_SCALE = 1.01 / 7
-"""Of a group's largest weight: no code above 7 is left unused, give or take BF16's rounding."""
+LARGEST_SCALE = 1 / 3
+"""Of a group's largest weight, which needs a seventh; refinement moves scales, but not that far."""
 NOISE_FACTOR = 5.0
 """GPTQ moves weights on purpose, but not further than this many times the rounding noise. On
 trained models it is 1.0 to 1.8 times; codes of another weight are at 9 and more."""
@@ -138,12 +138,12 @@ def _int4_difference(
     steps = codes.unflatten(1, (groups, -1)).float()
     largest = grouped.abs().amax(2)
     # A group of zeros has the smallest normal number as its scale, which says nothing.
-    too_large = (scales.squeeze(2) > LARGEST_SCALE * largest) & (largest > 0)
+    too_large = (scales.squeeze(2).abs() > LARGEST_SCALE * largest) & (largest > 0)
     if bool(too_large.any()):
         row, group = (int(i) for i in too_large.nonzero()[0])
         return (
             f"scale [{row}, {group}] is {float(scales[row, group, 0]):.4g}, but the largest weight "
-            f"of its group, {float(largest[row, group]):.4g}, asks for at most a seventh of that"
+            f"of its group, {float(largest[row, group]):.4g}, asks for about a seventh of that"
         )
     if rounded:
         scheme = output.scheme

@@ -32,9 +32,9 @@ def convert(
         assert tensor.scheme is not None
         weight = reader.read_weight(tensor.source, torch.float32, settings.device)
         solved = solve(weight[None], tensor.scheme, None, settings)
-        quantized, rtn_error = solved.rows(0, 0, weight.shape[0])
+        quantized = solved.linears[0][0]
         write_int4(writer, tensor, quantized)
-        return [report_of(tensor, weight, quantized, rtn_error, None)]
+        return [report_of(tensor, quantized, None)]
     return []
 
 

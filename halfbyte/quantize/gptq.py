@@ -1,22 +1,24 @@
 """GPTQ: round the columns of a weight one after the other, each making up for the errors before it.
 
 A linear with weight W [N, K] whose inputs have the second moment H [K, K] changes its output by
-tr(E H Eᵀ) per token when W is rounded to Q, E = W - Q. With the factorization
+tr(E H Eᵀ) per token when W is rounded to Q, E = W - Q. With the Cholesky factorization
 
-    H + damping = U D Uᵀ,    U unit upper triangular, D diagonal,
+    H + damping = L Lᵀ,    L lower triangular,
 
-a row's share of that is Σᵢ dᵢ (wᵢ + Σ_{j<i} eⱼ Uⱼᵢ - qᵢ)², so each column in turn is rounded to
-what is nearest to wᵢ + Σ_{j<i} eⱼ Uⱼᵢ. These are the codes of GPTQ (Frantar et al., arXiv
-2210.17323), which gets them from a Cholesky factor of H⁻¹; here nothing is inverted, and one
-Cholesky factorization of H with rows and columns reversed gives U and D.
+a row's share of that is Σᵢ lᵢᵢ² (wᵢ + Σ_{j>i} eⱼ lⱼᵢ / lᵢᵢ - qᵢ)², so each column, from the last to
+the first, is rounded to what is nearest to wᵢ + Σ_{j>i} eⱼ lⱼᵢ / lᵢᵢ. With columns in ascending
+order of energy these are the codes of GPTQ with act-order (Frantar et al., arXiv 2210.17323), which
+takes them in descending order from a Cholesky factor of H⁻¹; here nothing is inverted.
 
 Rows do not interact. Weights that read the same input are therefore just more rows of one weight,
 and so they are solved: one factorization, one matrix product.
+
+On the CPU this is plain torch; on a GPU the same in the kernels of `halfbyte.kernels`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,14 +31,17 @@ DAMPING_STEPS = (1, 10, 100)
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """H + damping = U D Uᵀ for each of the Hessians [H, K, K] given to `factorize`."""
+    """H + damping = L Lᵀ for each of the Hessians [H, K, K] given to `factorize`."""
 
     order: torch.Tensor
-    """int64 [H, K]: the columns in the order they are rounded."""
-    upper: torch.Tensor
-    """U, float32 [H, K, K], rows and columns in that order."""
+    """int64 [H, K]: columns of the weight in the factor's order; the last is rounded first."""
+    lower: torch.Tensor
+    """float32 [H, P, P]: L in the lower triangle, rows and columns in that order. P is K, or more
+    when a kernel pads; what the upper triangle holds is the kernel's business."""
     pivots: torch.Tensor
-    """D, float32 [H, K], by column of the weight: what a squared rounding error there costs."""
+    """float32 [H, K], by column of the weight: lᵢᵢ², what a squared rounding error there costs."""
+    damping: torch.Tensor
+    """float32 [H]: what was added to the diagonal."""
     fallbacks: tuple[str | None, ...]
     """Per Hessian: None, "damping x10", "damping x100", or "diagonal": all beside it ignored."""
 
@@ -54,41 +59,63 @@ def factorize(hessians: torch.Tensor, dampening: float, *, act_order: bool = Tru
     Raises CalibrationError when a matrix holds NaN or infinity.
     """
     count, columns, _ = hessians.shape
-    order = torch.empty(count, columns, dtype=torch.int64, device=hessians.device)
-    upper = torch.empty_like(hessians)
-    pivots = torch.empty_like(hessians[:, 0])
-    fallbacks: list[str | None] = []
+    diagonal = hessians.diagonal(dim1=1, dim2=2)
+    # One infinite activation makes a diagonal infinite, too, and NaN is in every sum.
+    extremes = torch.stack(hessians.reshape(count, -1).aminmax(dim=1))
+    if bad := (~torch.isfinite(extremes).all(0)).nonzero().flatten().tolist():
+        raise CalibrationError(
+            f"Hessian {bad[0]} of {count} [{columns}, {columns}] is not finite",
+            hint="one infinite activation is enough; compute in float32: --dtype float32",
+        )
+    if act_order:
+        order = diagonal.argsort(dim=1, descending=True, stable=True).flip(1)
+    else:
+        order = torch.arange(columns, device=hessians.device).flip(0).repeat(count, 1)
+    damping = dampening * diagonal.mean(1)
+    lower, failed = _cholesky(hessians, order, damping)
+    factor = Factor(order, lower, diagonal, damping, (None,) * count)
+    for item in failed.nonzero().flatten().tolist():
+        factor = _with_more_damping(factor, item, hessians[item])
+    pivots = torch.empty_like(diagonal, memory_format=torch.contiguous_format)
+    found = factor.lower.diagonal(dim1=1, dim2=2)[:, :columns].square()
+    return replace(factor, pivots=pivots.scatter_(1, order, found))
+
+
+def _cholesky(
+    hessians: torch.Tensor, order: torch.Tensor, damping: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors of ordered, damped matrices, and bool [H]: which of them failed."""
+    if hessians.is_cuda:
+        from halfbyte.kernels.cholesky import damped_cholesky
+
+        return damped_cholesky(hessians, order, damping)
+    lower = torch.empty_like(hessians)
+    failed = torch.empty(len(hessians), dtype=torch.bool)
     for item, hessian in enumerate(hessians):
-        if not bool(torch.isfinite(hessian).all()):
-            raise CalibrationError(
-                f"Hessian {item} of {count} [{columns}, {columns}] is not finite",
-                hint="one infinite activation is enough; compute in float32: --dtype float32",
-            )
-        diagonal = hessian.diagonal()
-        if act_order:
-            order[item] = diagonal.argsort(descending=True, stable=True)
-        else:
-            torch.arange(columns, out=order[item])
-        last_first = order[item].flip(0)
-        lower, fallback = _cholesky(hessian[last_first][:, last_first], dampening)
-        fallbacks.append(fallback)
-        scale = lower.diagonal()
-        upper[item] = (lower / scale).flip(0, 1)
-        pivots[item, last_first] = scale.square()
-    return Factor(order, upper, pivots, tuple(fallbacks))
+        damped = hessian[order[item]][:, order[item]]
+        damped.diagonal().add_(damping[item])
+        lower[item], info = torch.linalg.cholesky_ex(damped)
+        failed[item] = info != 0
+    return lower, failed
 
 
-def _cholesky(matrix: torch.Tensor, dampening: float) -> tuple[torch.Tensor, str | None]:
-    """Lower Cholesky factor of a damped matrix [K, K], and the step of the ladder it took."""
-    diagonal = matrix.diagonal()
-    damping = dampening * diagonal.mean()
-    for step in DAMPING_STEPS:
-        damped = matrix.clone()
-        damped.diagonal().add_(step * damping)
-        lower, failed = torch.linalg.cholesky_ex(damped)
+def _with_more_damping(factor: Factor, item: int, hessian: torch.Tensor) -> Factor:
+    """The factor with one Hessian, which did not factorize, taken up the ladder."""
+    one = slice(item, item + 1)
+    fallback, damping = "diagonal", factor.damping[one]
+    for step in DAMPING_STEPS[1:]:
+        lower, failed = _cholesky(hessian[None], factor.order[one], step * damping)
         if not bool(failed):
-            return lower, None if step == 1 else f"damping x{step}"
-    return torch.diag(diagonal.clamp(min=torch.finfo(matrix.dtype).tiny).sqrt()), "diagonal"
+            fallback = f"damping x{step}"
+            factor.lower[one], factor.damping[one] = lower, step * damping
+            break
+    else:
+        tiny = torch.finfo(hessian.dtype).tiny
+        factor.lower[item] = torch.eye(factor.lower.shape[-1], device=hessian.device)
+        own = hessian.diagonal()[factor.order[item]] + damping
+        factor.lower[item].diagonal()[: len(own)] = own.clamp(min=tiny).sqrt()
+    steps = (*factor.fallbacks[:item], fallback, *factor.fallbacks[item + 1 :])
+    return replace(factor, fallbacks=steps)
 
 
 def gptq(
@@ -106,30 +133,47 @@ def gptq(
 
     Works in blocks of `block_size` columns: one matrix product brings a block up to date with the
     errors so far, then its columns follow one by one, touching only the block. It changes codes
-    only where float32 rounding decides a tie.
+    only where float32 rounding decides a tie. On a GPU blocks are of 128, whatever is asked for.
     """
     batch, rows, columns = weights.shape
     hessians = factor.order.shape[0]
     shared = weights.reshape(hessians, -1, columns)
+    shared_scales = scales.reshape(hessians, -1, scales.shape[-1])
+    if weights.is_cuda:
+        from halfbyte.kernels.columns import round_columns
+
+        codes = round_columns(
+            shared,
+            factor.lower,
+            factor.order,
+            shared_scales.contiguous(),
+            scheme.columns_per_group(columns),
+            scheme.code_min,
+            scheme.code_max,
+        )
+        return codes.reshape(batch, rows, columns)
     # Transposed, so that a column lies in one piece: [hessians, columns, rows of all sharers].
     # Holds the weights at first, and their errors once they are rounded.
     errors = torch.empty_like(shared.mT, memory_format=torch.contiguous_format)
     for item, order in enumerate(factor.order):
         errors[item] = shared[item].mT[order]
-    group_scales = scales.float().reshape(hessians, -1, scales.shape[-1]).mT
+    group_scales = shared_scales.float().mT
     group_of_column = factor.order[:, :, None] // scheme.columns_per_group(columns)
     codes = torch.empty_like(errors, dtype=torch.int8)
-    for start in range(0, columns, block_size):
-        block = slice(start, min(start + block_size, columns))
-        upper = factor.upper[:, :, block]
-        target = torch.baddbmm(errors[:, block], upper[:, :start].mT, errors[:, :start])
+    for stop in range(columns, 0, -block_size):
+        block = slice(max(0, stop - block_size), stop)
+        lower = factor.lower[:, block.start :, block]
+        # lⱼᵢ / lᵢᵢ: what an error in column j asks of column i.
+        lower = lower / lower.diagonal(dim1=1, dim2=2)[:, None, :]
+        width = lower.shape[-1]
+        target = torch.baddbmm(errors[:, block], lower[:, width:].mT, errors[:, stop:columns])
         scale = torch.take_along_dim(group_scales, group_of_column[:, block], 1)
-        for i, column in enumerate(range(block.start, block.stop)):
+        for i in reversed(range(width)):
             code = target[:, i]
             code.div_(scale[:, i]).round_().clamp_(scheme.code_min, scheme.code_max)
-            error = errors[:, column].addcmul_(code, scale[:, i], value=-1)
-            target[:, i + 1 :].addcmul_(upper[:, column, i + 1 :, None], error[:, None])
+            error = errors[:, block.start + i].addcmul_(code, scale[:, i], value=-1)
+            target[:, :i].addcmul_(lower[:, i, :i, None], error[:, None])
         codes[:, block] = target
     for item, order in enumerate(factor.order):
         codes[item, order] = codes[item].clone()
-    return codes.mT.reshape(batch, rows, columns)
+    return codes.mT.reshape(batch, rows, columns).contiguous()

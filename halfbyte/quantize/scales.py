@@ -1,4 +1,10 @@
-"""Group scales: one positive number per row and group of columns, fixed before any rounding."""
+"""Group scales: one number per row and group of columns, fixed before any rounding.
+
+Codes reach one step further down than up (-8 to 7), so a group whose largest weight is positive
+does better with a negative scale, which turns it around: the largest weight then gets the code -8
+and the step is a sixteenth smaller. Readers multiply a code by its scale and
+never look at its sign.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +24,33 @@ def group_scales(
     scheme: Scheme,
     search: ScaleSearch,
     importance: torch.Tensor | None = None,
+    *,
+    signed: bool = True,
 ) -> torch.Tensor:
-    """Scales of `weights` float32 [B, N, K] as bfloat16 [B, N, groups], positive and normal.
+    """Scales of `weights` float32 [B, N, K] as bfloat16 [B, N, groups]: normal numbers, never zero.
 
     `minmax` is compressed-tensors' rule: the largest magnitude of the group over half the code
-    range, 7.5 for INT4. `mse` tries that, the largest magnitude over the largest code (7), and
-    smaller scales, which clip; each group takes what rounds its weights with the least squared
-    error, measured with the scale as it is stored. `importance` float32 [B or 1, K] weighs the
-    squared error of each column.
+    range, 7.5 for INT4. `mse` tries that, the largest magnitude over the largest code of either
+    side (7 and 8), and smaller scales, which clip; all of it with both signs when `signed`. Each
+    group takes what rounds its weights with the least squared error, measured with the scale as it
+    is stored. `importance` float32 [B or 1, K] weighs the squared error of each column.
     """
+    columns = weights.shape[-1]
+    group = scheme.columns_per_group(columns)
+    divisors = list(_divisors(scheme, signed))
+    if weights.is_cuda and search == "mse":
+        from halfbyte.kernels.scale_search import LARGEST_GROUP, search_scales
+
+        if group <= LARGEST_GROUP:
+            hessians = 1 if importance is None else importance.shape[0]
+            return search_scales(
+                weights.reshape(hessians, -1, columns).contiguous(),
+                None if importance is None else importance.sqrt(),
+                torch.tensor(divisors, device=weights.device),
+                group,
+                scheme.code_min,
+                scheme.code_max,
+            ).reshape(*weights.shape[:-1], -1)
     grouped = weights.unflatten(-1, (scheme.groups(weights.shape[-1]), -1))
     if search == "minmax":
         return _stored(grouped.abs().amax(-1) / _half_range(scheme))
@@ -39,23 +63,26 @@ def group_scales(
     # One weight at a time: working memory stays at one matrix whatever the batch.
     for item, weight in enumerate(grouped):
         scales[item] = _least_squares_scales(
-            weight, scheme, None if column_weights is None else column_weights[item]
+            weight, scheme, divisors, None if column_weights is None else column_weights[item]
         )
     return scales
 
 
 def _least_squares_scales(
-    weight: torch.Tensor, scheme: Scheme, column_weights: torch.Tensor | None
+    weight: torch.Tensor,
+    scheme: Scheme,
+    divisors: list[float],
+    column_weights: torch.Tensor | None,
 ) -> torch.Tensor:
     """The grid point with the least error for each group of `weight` [N, groups, group size]."""
     largest = weight.abs().amax(-1)
     best = torch.empty_like(largest, dtype=torch.bfloat16)
     least = torch.full_like(largest, float("inf"))
     error = torch.empty_like(weight)
-    for divisor in _divisors(scheme):
+    for divisor in divisors:
         candidate = _stored(largest / divisor)
         step = candidate.float().unsqueeze(-1)
-        torch.div(weight, step, out=error)
+        torch.mul(weight, 1 / step, out=error)
         error.round_().clamp_(scheme.code_min, scheme.code_max).mul_(step).sub_(weight)
         if column_weights is not None:
             error.mul_(column_weights)
@@ -66,13 +93,16 @@ def _least_squares_scales(
     return best
 
 
-def _divisors(scheme: Scheme) -> Iterator[float]:
+def _divisors(scheme: Scheme, signed: bool) -> Iterator[float]:
     """What the largest magnitude of a group is divided by, the usual one first: it wins ties."""
     half_range = _half_range(scheme)
-    yield half_range
-    yield scheme.code_max
-    for i in range(1, round((1 - SMALLEST_SHRINK) / SHRINK_STEP) + 1):
-        yield half_range / (1 - i * SHRINK_STEP)
+    for sign in (1, -1) if signed else (1,):
+        yield sign * half_range
+        yield sign * scheme.code_max
+        if signed:
+            yield sign * -scheme.code_min
+        for i in range(1, round((1 - SMALLEST_SHRINK) / SHRINK_STEP) + 1):
+            yield sign * half_range / (1 - i * SHRINK_STEP)
 
 
 def _half_range(scheme: Scheme) -> float:
@@ -82,4 +112,6 @@ def _half_range(scheme: Scheme) -> float:
 def _stored(scales: torch.Tensor) -> torch.Tensor:
     """As the checkpoint holds them. A group of zeros gets the smallest normal number, not zero:
     loaders take a zero scale for a missing one, and nothing may divide by it."""
-    return scales.bfloat16().clamp_(min=torch.finfo(torch.bfloat16).tiny)
+    tiny = torch.finfo(torch.bfloat16).tiny
+    stored = scales.bfloat16()
+    return torch.where(stored.abs() < tiny, tiny, stored)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,47 +11,34 @@ from halfbyte.core import QuantizedWeight, Scheme, Settings
 from halfbyte.kernels.reference import dequantize_int4
 from halfbyte.quantize import llmcompressor
 from halfbyte.quantize.gptq import factorize, gptq
+from halfbyte.quantize.refine import refine
 from halfbyte.quantize.rtn import round_to_nearest
 from halfbyte.quantize.scales import group_scales
+
+HELD_OUT = "rtn: better on held-out tokens"
+"""The fallback of a linear that plain rounding serves better, on tokens that no Hessian saw."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What is known of the inputs of a batch of weights [B, N, K]."""
+
+    hessians: torch.Tensor
+    """Second moments, float32 [B, K, K], or [1, K, K] when all weights read the same input."""
+    held_out: torch.Tensor | None = None
+    """Inputs [B or 1, m, K] that the Hessians have not seen; rows of zeros count for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """A batch of quantized weights and, row by row, what quantization did to their outputs.
-
-    Rows are kept apart because linears that read the same input (gate and up of an expert) are
-    solved as one weight with the rows of both. Energies are float64 [B, N]: the mean square of a
-    row's output over the calibration tokens, x H xᵀ with the undamped Hessian, or without one |x|².
-    """
+    """A batch of quantized weights, each the stacked rows of linears that read the same input."""
 
     codes: torch.Tensor
     """int8 [B, N, K]."""
     scales: torch.Tensor
     """bfloat16 [B, N, groups]."""
-    fallbacks: tuple[str | None, ...]
-    """Per weight: None, or the step of the ladder it took; see `QuantizedWeight.fallback`."""
-    energy: torch.Tensor
-    """Of the weights as given."""
-    error: torch.Tensor
-    """Of weights minus quantized weights."""
-    rtn_error: torch.Tensor
-    """Of weights minus plainly rounded weights, with the same scales."""
-
-    def rows(self, item: int, start: int, stop: int) -> tuple[QuantizedWeight, float]:
-        """The linear in rows `start` to `stop` of weight `item`, and its error when only rounded.
-
-        Both errors are relative to the energy of the linear; see `QuantizedWeight.error`.
-        """
-        where = item, slice(start, stop)
-        energy, error, rtn_error = (
-            float(energies[where].sum()) for energies in (self.energy, self.error, self.rtn_error)
-        )
-        # A linear whose output is always zero cannot be wrong by much either.
-        relative = 1 / energy if energy > 0 else 0.0
-        quantized = QuantizedWeight(
-            self.codes[where], self.scales[where], error * relative, self.fallbacks[item]
-        )
-        return quantized, rtn_error * relative
+    linears: tuple[tuple[QuantizedWeight, ...], ...]
+    """Per weight of the batch its linears, in the order of their rows."""
 
     def dequantized(self, item: int) -> torch.Tensor:
         """Weight `item` as it will be served, float32 [N, K]."""
@@ -58,52 +46,139 @@ class Solved:
 
 
 def solve(
-    weights: torch.Tensor, scheme: Scheme, hessians: torch.Tensor | None, settings: Settings
+    weights: torch.Tensor,
+    scheme: Scheme,
+    inputs: Inputs | None,
+    settings: Settings,
+    parts: Sequence[int] = (),
 ) -> Solved:
     """Quantize `weights` float32 [B, N, K] by the method, engine and scale search of `settings`.
 
-    `hessians` float32 [B, K, K] are the second moments of their inputs, or [1, K, K] when all
-    read the same one. The method rtn only measures with them. Without them a weight is rounded on
-    its own, which under the method gptq is the fallback "rtn". No weight's result depends on the
-    others in the batch.
-    Raises CalibrationError when a Hessian is not finite, DependencyError without the engine.
+    `parts` are the rows of the linears that each weight is a stack of; by default it is one.
+    Without `inputs` a weight is rounded on its own, which under the method gptq is the fallback
+    "rtn"; the method rtn only measures with them. A linear that plain rounding serves better on the
+    held-out inputs is rounded plainly, and says so. No weight's result depends on the others in the
+    batch. Raises CalibrationError when a Hessian is not finite, DependencyError without the engine.
     """
+    parts = tuple(parts) or (weights.shape[1],)
     batch = weights.shape[0]
-    fallbacks: tuple[str | None, ...]
-    if settings.method == "rtn" or hessians is None:
-        scales = group_scales(weights, scheme, settings.scale_search)
+    search, signed = settings.scale_search, settings.signed_scales
+    if settings.method == "rtn" or inputs is None:
+        scales = group_scales(weights, scheme, search, signed=signed)
         codes = rounded = round_to_nearest(weights, scales, scheme)
-        fallbacks = (None if settings.method == "rtn" else "rtn",)
+        plain = scales
+        fallbacks: list[str | None] = [None if settings.method == "rtn" else "rtn"] * batch
     else:
-        factor = factorize(hessians, settings.dampening)
+        factor = factorize(inputs.hessians, settings.dampening)
         # What GPTQ minimises is the rounding errors weighed by its pivots, so scales are chosen
         # for that. On calibration inputs this beats the plain squared error and the Hessian's
         # diagonal, which counts errors that later columns make up for.
-        scales = group_scales(weights, scheme, settings.scale_search, factor.pivots)
-        rounded = round_to_nearest(weights, scales, scheme)
+        plain = group_scales(weights, scheme, search, factor.pivots, signed=signed)
+        rounded = round_to_nearest(weights, plain, scheme)
+        steps = factor.fallbacks
         if settings.engine == "llmcompressor":
-            codes, fallbacks = llmcompressor.gptq(
+            codes, steps = llmcompressor.gptq(
                 weights,
-                hessians,
-                scales,
+                inputs.hessians,
+                plain,
                 scheme,
                 dampening=settings.dampening,
                 block_size=settings.block_size,
             )
+            scales = plain
         else:
-            codes = gptq(weights, factor, scales, scheme, settings.block_size)
-            fallbacks = factor.fallbacks
-    energy = weights.new_empty(3, batch, weights.shape[1], dtype=torch.float64)
-    for item, weight in enumerate(weights):
-        hessian = None if hessians is None else hessians[item % len(hessians)]
-        energy[0, item] = _output_energy(weight, hessian)
-        for row, result in enumerate((codes, rounded), start=1):
-            error = weight - dequantize_int4(result[item], scales[item])
-            energy[row, item] = _output_energy(error, hessian)
-    return Solved(codes, scales, fallbacks * (batch // len(fallbacks)), *energy)
+            codes = gptq(weights, factor, plain, scheme, settings.block_size)
+            hessians, damping = inputs.hessians, factor.damping
+            del factor
+            codes, scales = refine(
+                weights, codes, plain, hessians, damping, scheme, settings.refine
+            )
+        fallbacks = list(steps) * (batch // len(steps))
+    errors = _errors(weights, codes, scales)
+    rounding = errors if codes is rounded else _errors(weights, rounded, plain)
+    worse: list[list[bool]] = [[False] * len(parts) for _ in range(batch)]
+    if inputs is not None and inputs.held_out is not None and codes is not rounded:
+        seen = _by_part(_outputs(errors, inputs.held_out), parts)
+        plainly = _by_part(_outputs(rounding, inputs.held_out), parts)
+        worse = (seen > plainly).tolist()
+        for item, rows in _true(worse, parts):
+            codes[item, rows], scales[item, rows] = rounded[item, rows], plain[item, rows]
+            errors[item, rows] = rounding[item, rows]
+    measured = torch.stack(
+        [
+            *(
+                _by_part(_energy(rows, inputs.hessians if inputs else None), parts)
+                for rows in (weights, errors, rounding)
+            ),
+            _by_part(errors.square().sum(-1, dtype=torch.float64), parts),
+            _by_part(weights.square().sum(-1, dtype=torch.float64), parts),
+        ],
+        dim=-1,
+    ).tolist()
+    linears = []
+    for item in range(batch):
+        start, stack = 0, []
+        for part, height in enumerate(parts):
+            energy, error, rtn_error, off, square = measured[item][part]
+            where = item, slice(start, start + height)
+            start += height
+            stack.append(
+                QuantizedWeight(
+                    codes[where],
+                    scales[where],
+                    error=_share(error, energy),
+                    rtn_error=_share(rtn_error, energy),
+                    weight_error=_share(off, square),
+                    fallback=HELD_OUT if worse[item][part] else fallbacks[item],
+                )
+            )
+        linears.append(tuple(stack))
+    return Solved(codes, scales, tuple(linears))
 
 
-def _output_energy(weight: torch.Tensor, hessian: torch.Tensor | None) -> torch.Tensor:
-    """Mean square output of each row of [N, K], float64 [N]."""
-    projected = weight if hessian is None else weight @ hessian
-    return projected.mul(weight).sum(-1, dtype=torch.float64)
+def _errors(weights: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    made = dequantize_int4(codes.flatten(0, 1), scales.flatten(0, 1)).view_as(weights)
+    return torch.sub(weights, made, out=made)
+
+
+def _energy(rows: torch.Tensor, hessians: torch.Tensor | None) -> torch.Tensor:
+    """Mean square output x H xᵀ of each row of [B, N, K], or without Hessians |x|²; float64."""
+    if hessians is None:
+        return rows.square().sum(-1, dtype=torch.float64)
+    count, columns = hessians.shape[0], rows.shape[-1]
+    shared = rows.reshape(count, -1, columns)
+    if rows.is_cuda:
+        from halfbyte.kernels.refinement import row_energy
+
+        return row_energy(shared.bfloat16(), hessians.bfloat16()).view(rows.shape[:2])
+    energy = torch.empty(shared.shape[:2], dtype=torch.float64)
+    for item, (row, hessian) in enumerate(zip(shared, hessians, strict=True)):
+        energy[item] = (row @ hessian).mul_(row).sum(-1, dtype=torch.float64)
+    return energy.view(rows.shape[:2])
+
+
+def _outputs(rows: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+    """Sum over the inputs [B or 1, m, K] of the squared output of each row of [B, N, K]."""
+    outputs = inputs @ rows.to(inputs.dtype).mT
+    return outputs.square().sum(1, dtype=torch.float64)
+
+
+def _by_part(rows: torch.Tensor, parts: Sequence[int]) -> torch.Tensor:
+    """Sums [B, parts] of numbers [B, N] by the linear a row belongs to."""
+    return torch.stack([part.sum(1) for part in rows.split(tuple(parts), dim=1)], dim=1)
+
+
+def _true(flags: list[list[bool]], parts: Sequence[int]) -> list[tuple[int, slice]]:
+    """Item and rows of each flag [B, parts] that is set."""
+    ends = [sum(parts[: i + 1]) for i in range(len(parts))]
+    return [
+        (item, slice(ends[part] - parts[part], ends[part]))
+        for item, row in enumerate(flags)
+        for part, flag in enumerate(row)
+        if flag
+    ]
+
+
+def _share(part: float, whole: float) -> float:
+    # A linear whose output is always zero cannot be wrong by much either.
+    return part / whole if whole > 0 else 0.0

@@ -243,7 +243,7 @@ def _against_source(
                     weights[name],
                     output_reader,
                     linear,
-                    rounded=fallback == "rtn" or method == "rtn",
+                    rounded=(fallback or "").startswith("rtn") or method == "rtn",
                 )
                 if fault is not None:
                     yield Mismatch("value", name, fault)

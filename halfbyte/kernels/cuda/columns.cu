@@ -1,0 +1,319 @@
+// The two loops over columns of a block that GPTQ and its refinement need, a thread to a row.
+//
+// A block is 128 columns, worked on in pieces of 32 whose values sit in registers. What later
+// pieces need of earlier ones passes through shared memory. The matrix is the same for all rows of
+// a program: threads read it at one address, which costs one access for all of them.
+//
+// Compiled at run time by halfbyte/kernels/jit.py; plain torch twins are in halfbyte/quantize.
+
+constexpr int ROWS = 128;    // threads, and rows, of a program
+constexpr int BLOCK = 128;   // columns of a block
+constexpr int PIECE = 32;    // columns held in registers
+constexpr int PIECES = BLOCK / PIECE;
+constexpr int PITCH = PIECE + 1;  // of a row in shared memory, so that columns spread over banks
+
+// Adding and subtracting 1.5 x 2^23 rounds to the nearest integer, half to even.
+__device__ __forceinline__ float nearest_integer(float x) {
+    return __fsub_rn(__fadd_rn(x, 12582912.0f), 12582912.0f);
+}
+
+// Correctly rounded but for rare last bits; `inverse` is 1 / divisor.
+__device__ __forceinline__ float divide(float x, float divisor, float inverse) {
+    float quotient = x * inverse;
+    return fmaf(fmaf(-quotient, divisor, x), inverse, quotient);
+}
+
+__device__ __forceinline__ float nearest_tf32(float x) {
+    unsigned rounded;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(x));
+    return __uint_as_float(rounded);
+}
+
+__device__ __forceinline__ float bfloat16_at(const unsigned short* place) {
+    return __uint_as_float(static_cast<unsigned>(*place) << 16);
+}
+
+// Half to even; finite numbers only.
+__device__ __forceinline__ unsigned short nearest_bfloat16(float x) {
+    unsigned bits = __float_as_uint(x);
+    return static_cast<unsigned short>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// A square of PIECE x PIECE numbers of a matrix of `pitch` columns, into shared memory.
+__device__ __forceinline__ void fetch_square(
+    float (*square)[PIECE], const float* __restrict__ matrix, long long pitch) {
+    constexpr int COUNT = PIECE * PIECE / ROWS;
+    const int row = threadIdx.x / PIECE, column = threadIdx.x % PIECE;
+    float values[COUNT];  // all on their way at once
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        values[i] = matrix[(row + i * (ROWS / PIECE)) * pitch + column];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) square[row + i * (ROWS / PIECE)][column] = values[i];
+    __syncthreads();
+}
+
+// A tile of ROWS x PIECE, rows of `pitch` numbers, coalesced; rows behind the last are zero.
+__device__ __forceinline__ void fetch_tile(
+    float (*tile)[PITCH], const float* __restrict__ matrix, long long pitch, int rows) {
+    constexpr int ACROSS = PIECE / 4, COUNT = PIECE / 4;  // float4s of a row, and to a thread
+    const int row = threadIdx.x / ACROSS, column = threadIdx.x % ACROSS * 4;
+    float4 values[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        const int r = row + i * (ROWS / ACROSS);
+        values[i] = r < rows ? *reinterpret_cast<const float4*>(matrix + r * pitch + column)
+                             : make_float4(0, 0, 0, 0);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        float* place = &tile[row + i * (ROWS / ACROSS)][column];
+        place[0] = values[i].x, place[1] = values[i].y;
+        place[2] = values[i].z, place[3] = values[i].w;
+    }
+    __syncthreads();
+}
+
+// values[k] += sum over r of row[r] square[r][k].
+__device__ __forceinline__ void add_product(
+    float (&values)[PIECE], const float* row, const float (*square)[PIECE]) {
+    for (int r = 0; r < PIECE; r++) {
+        float factor = row[r];
+#pragma unroll
+        for (int k = 0; k < PIECE; k++) values[k] = fmaf(factor, square[r][k], values[k]);
+    }
+}
+
+// Eight codes at a time between memory and registers.
+__device__ __forceinline__ void load_codes(float (&codes)[PIECE], const signed char* place) {
+#pragma unroll
+    for (int k = 0; k < PIECE; k += 8) {
+        long long word = *reinterpret_cast<const long long*>(place + k);
+#pragma unroll
+        for (int i = 0; i < 8; i++) codes[k + i] = static_cast<signed char>(word >> (8 * i));
+    }
+}
+
+__device__ __forceinline__ void store_codes(signed char* place, const float (&codes)[PIECE]) {
+#pragma unroll
+    for (int k = 0; k < PIECE; k += 8) {
+        unsigned long long word = 0;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            word |= (unsigned long long)(unsigned char)(signed char)(int)codes[k + i] << (8 * i);
+        }
+        *reinterpret_cast<unsigned long long*>(place + k) = word;
+    }
+}
+
+// GPTQ: round the columns of a block from the last to the first.
+//
+// target  [item, rows, pitch]  what each column would be without the errors of this block
+// errors  [item, rows, size]   weights of the block in, their rounding errors out (to TF32)
+// codes   [item, rows, size]
+// factor  [item, size, size]   L, lower triangle
+// scales  [item, rows, groups] bfloat16, of groups of columns as stored
+// order   [item, columns]      the stored column of each column here
+extern "C" __global__ void __launch_bounds__(ROWS) round_block(
+    const float* __restrict__ target, float* errors, signed char* codes,
+    const float* __restrict__ factor, const unsigned short* __restrict__ scales,
+    const int* __restrict__ order,
+    int rows, int columns, int size, int groups, int columns_per_group, int start,
+    int pitch, int offset, float code_min, float code_max) {
+    extern __shared__ float shared[];
+    auto error = reinterpret_cast<float (*)[ROWS][PITCH]>(shared);
+    auto square = reinterpret_cast<float (*)[PIECE]>(shared + PIECES * ROWS * PITCH);
+    __shared__ float diagonal[BLOCK];
+    __shared__ int group[BLOCK];
+
+    const long long item = blockIdx.y;
+    const int first = blockIdx.x * ROWS, row = first + threadIdx.x, left = rows - first;
+    const bool inside = row < rows;
+    target += (item * rows + first) * pitch + offset;
+    errors += (item * rows + first) * size + start;
+    codes += (item * rows + row) * size + start;
+    factor += item * size * size + start * (long long)size + start;
+    scales += (item * rows + (inside ? row : 0)) * groups;
+    diagonal[threadIdx.x] = factor[threadIdx.x * (size + 1ll)];
+    const int column = start + threadIdx.x;
+    group[threadIdx.x] = column < columns ? order[item * columns + column] / columns_per_group : 0;
+
+    for (int p = PIECES - 1; p >= 0; p--) {
+        const int base = p * PIECE;
+        fetch_tile(error[p], target + base, pitch, left);
+        float wanted[PIECE];
+#pragma unroll
+        for (int k = 0; k < PIECE; k++) wanted[k] = error[p][threadIdx.x][k];
+        float scale[PIECE];
+#pragma unroll
+        for (int k = 0; k < PIECE; k++) {
+            // Padding has weight 0, which any scale rounds to 0.
+            scale[k] = bfloat16_at(scales + group[base + k]);
+        }
+        float behind[PIECE] = {};
+        for (int q = p + 1; q < PIECES; q++) {
+            fetch_square(square, factor + q * PIECE * (long long)size + base, size);
+            add_product(behind, error[q][threadIdx.x], square);
+        }
+        fetch_square(square, factor + base * (long long)size + base, size);
+#pragma unroll
+        for (int k = 0; k < PIECE; k++) wanted[k] += behind[k] / diagonal[base + k];
+        for (int i = threadIdx.x; i < PIECE * PIECE; i += ROWS) {
+            square[i / PIECE][i % PIECE] /= diagonal[base + i % PIECE];
+        }
+        fetch_tile(error[p], errors + base, size, left);
+        float* own = error[p][threadIdx.x];
+        float chosen[PIECE];
+#pragma unroll
+        for (int j = PIECE - 1; j >= 0; j--) {
+            float code = divide(wanted[j], scale[j], 1.0f / scale[j]);
+            code = nearest_integer(fminf(fmaxf(code, code_min), code_max));
+            const float gone = own[j] - code * scale[j];
+            own[j] = gone;
+            chosen[j] = code;
+#pragma unroll
+            for (int k = 0; k < j; k++) {
+                wanted[k] = fmaf(gone, square[j][k], wanted[k]);
+            }
+        }
+        if (inside) store_codes(codes + base, chosen);
+        __syncthreads();
+#pragma unroll 8
+        for (int i = threadIdx.x; i < ROWS * PIECE; i += ROWS) {
+            const int r = i / PIECE;
+            if (r < left) errors[r * (long long)size + base + i % PIECE] =
+                nearest_tf32(error[p][r][i % PIECE]);
+        }
+    }
+}
+
+// Coordinate descent on E (H + damping) E^T: each group's scale for its codes, then its codes.
+//
+// gradient [item, rows, pitch]  E (H + damping) of the block's columns, from `offset` on
+// errors   [item, rows, columns], codes, scales [item, rows, groups] bfloat16: in and out
+// hessian  [item, columns, columns], damping [item]
+// halves   [item, rows, columns] bfloat16: the errors, as the next sweep's products read them
+// moved    [item, rows, pitch]   bfloat16: their change, as the next blocks' products read it
+// Groups of 32, 64 or 128 columns have their scale refined when `refine`; codes change in any case.
+extern "C" __global__ void __launch_bounds__(ROWS) descend_block(
+    const float* __restrict__ gradient, float* errors, signed char* codes, unsigned short* scales,
+    const float* __restrict__ hessian, const float* __restrict__ damping, unsigned short* halves,
+    unsigned short* moved,
+    int rows, int columns, int groups, int columns_per_group, int start, int pieces, int refine,
+    int pitch, int offset, float code_min, float code_max) {
+    extern __shared__ float shared[];
+    auto change = reinterpret_cast<float (*)[ROWS][PITCH]>(shared);
+    auto square = reinterpret_cast<float (*)[PIECE]>(shared + PIECES * ROWS * PITCH);
+    auto tile = reinterpret_cast<float (*)[PITCH]>(shared + PIECES * ROWS * PITCH + PIECE * PIECE);
+
+    const long long item = blockIdx.y;
+    const int first = blockIdx.x * ROWS, row = first + threadIdx.x, left = rows - first;
+    const bool inside = row < rows;
+    gradient += (item * rows + first) * pitch + offset;
+    moved += (item * rows + first) * pitch + offset;
+    errors += (item * rows + first) * columns + start;
+    halves += (item * rows + first) * columns + start;
+    codes += (item * rows + (inside ? row : 0)) * columns + start;
+    scales += (item * rows + (inside ? row : 0)) * groups;
+    hessian += item * columns * columns + start * (long long)columns + start;
+    const float added = damping[item];
+    const int per_group = refine ? columns_per_group / PIECE : pieces;
+
+    for (int group = 0; group < pieces; group += per_group) {
+        const int end = group + per_group;
+        if (refine) {
+            unsigned short* place = scales + (start + group * PIECE) / columns_per_group;
+            const float old = bfloat16_at(place);
+            float slope = 0.0f, curve = 0.0f;
+            for (int p = group; p < end; p++) {
+                float code[PIECE], slopes[PIECE];
+                load_codes(code, codes + p * PIECE);
+                fetch_tile(tile, gradient + p * PIECE, pitch, left);
+#pragma unroll
+                for (int k = 0; k < PIECE; k++) slopes[k] = tile[threadIdx.x][k];
+                for (int q = 0; q < group; q++) {
+                    fetch_square(square, hessian + q * PIECE * (long long)columns + p * PIECE, columns);
+                    add_product(slopes, change[q][threadIdx.x], square);
+                }
+#pragma unroll
+                for (int k = 0; k < PIECE; k++) slope = fmaf(code[k], slopes[k], slope);
+                float curves[PIECE] = {};
+                for (int q = group; q < end; q++) {
+                    float other[PIECE];
+                    load_codes(other, codes + q * PIECE);
+#pragma unroll
+                    for (int k = 0; k < PIECE; k++) change[q][threadIdx.x][k] = other[k];
+                    fetch_square(square, hessian + q * PIECE * (long long)columns + p * PIECE, columns);
+                    add_product(curves, change[q][threadIdx.x], square);
+                }
+#pragma unroll
+                for (int k = 0; k < PIECE; k++) {
+                    curve = fmaf(code[k], fmaf(added, code[k], curves[k]), curve);
+                }
+            }
+            const unsigned short stored = nearest_bfloat16(old + slope / (curve > 0.0f ? curve : 1.0f));
+            const float step = __uint_as_float((unsigned)stored << 16) - old;
+            const bool better = curve > 0.0f && (old + step) * old > 0.0f &&
+                                step * (step * curve - 2.0f * slope) < 0.0f;
+            if (better && inside) *place = stored;
+            for (int q = group; q < end; q++) {
+#pragma unroll
+                for (int k = 0; k < PIECE; k++) {
+                    change[q][threadIdx.x][k] *= better ? -step : 0.0f;
+                }
+            }
+        } else {
+            for (int q = group; q < end; q++) {
+#pragma unroll
+                for (int k = 0; k < PIECE; k++) change[q][threadIdx.x][k] = 0.0f;
+            }
+        }
+        for (int p = group; p < end; p++) {
+            float slopes[PIECE], code[PIECE];
+            fetch_tile(tile, gradient + p * PIECE, pitch, left);
+#pragma unroll
+            for (int k = 0; k < PIECE; k++) slopes[k] = tile[threadIdx.x][k];
+            for (int q = 0; q < end; q++) {
+                fetch_square(square, hessian + q * PIECE * (long long)columns + p * PIECE, columns);
+                add_product(slopes, change[q][threadIdx.x], square);
+            }
+            fetch_square(square, hessian + p * PIECE * (columns + 1ll), columns);
+            load_codes(code, codes + p * PIECE);
+            const float scale = bfloat16_at(scales + (start + p * PIECE) / columns_per_group);
+            const float inverse = 1.0f / scale;
+            float* own = change[p][threadIdx.x];
+#pragma unroll
+            for (int k = 0; k < PIECE; k++) slopes[k] = fmaf(added, own[k], slopes[k]);
+#pragma unroll
+            for (int j = 0; j < PIECE; j++) {
+                float best = code[j] + slopes[j] * inverse / (square[j][j] + added);
+                best = nearest_integer(fminf(fmaxf(best, code_min), code_max));
+                const float step = (code[j] - best) * scale;
+                code[j] = best;
+                own[j] += step;
+#pragma unroll
+                for (int k = j + 1; k < PIECE; k++) {
+                    slopes[k] = fmaf(step, square[j][k], slopes[k]);
+                }
+            }
+            if (inside) store_codes(codes + p * PIECE, code);
+        }
+    }
+    __syncthreads();
+    for (int p = 0; p < pieces; p++) {
+#pragma unroll 8
+        for (int i = threadIdx.x; i < ROWS * PIECE; i += ROWS) {
+            const int r = i / PIECE, k = i % PIECE;
+            if (r < left) {
+                const long long place = r * (long long)columns + p * PIECE + k;
+                const float error = errors[place] + change[p][r][k];
+                errors[place] = error;
+                halves[place] = nearest_bfloat16(error);
+                moved[r * (long long)pitch + p * PIECE + k] = nearest_bfloat16(change[p][r][k]);
+            }
+        }
+    }
+}

@@ -1,0 +1,173 @@
+"""Compiles the CUDA sources of this package at first use, with the compiler that torch ships.
+
+NVRTC turns a source under `cuda/` into machine code for the GPU at hand. The result is kept in a
+cache folder under a name that holds the hash of all that went into it, so it is compiled once a
+machine and never stale. The driver loads it; launches go to torch's current stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from halfbyte.env import cache_folder
+from halfbyte.errors import DependencyError
+
+SOURCES = Path(__file__).with_name("cuda")
+_OPTIONS = ("--std=c++17",)
+
+
+@functools.cache
+def kernel(source: str, name: str, shared_bytes: int = 0) -> Kernel:
+    """The function `name` of `cuda/<source>.cu` for the current device.
+
+    `shared_bytes` of dynamic shared memory are allowed to each program. Raises DependencyError when
+    torch comes without NVRTC or the driver refuses the code.
+    """
+    return Kernel(_module(source, torch.cuda.current_device()), name, shared_bytes)
+
+
+class Kernel:
+    """A function on the GPU."""
+
+    def __init__(self, module: ctypes.c_void_p, name: str, shared_bytes: int) -> None:
+        self._function = ctypes.c_void_p()
+        self._shared_bytes = shared_bytes
+        driver = _driver()
+        _check(driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
+        if shared_bytes:
+            maximum_dynamic_shared_bytes = 8
+            _check(
+                driver.cuFuncSetAttribute(
+                    self._function, maximum_dynamic_shared_bytes, shared_bytes
+                )
+            )
+
+    def __call__(
+        self, grid: tuple[int, ...], threads: int, *arguments: torch.Tensor | int | float
+    ) -> None:
+        """Launch on torch's current stream.
+
+        Tensors go as pointers and must be contiguous, integers as C `int`, floats as C `float`.
+        """
+        values = [_argument(argument) for argument in arguments]
+        pointers = (ctypes.c_void_p * len(values))(
+            *(ctypes.cast(ctypes.byref(value), ctypes.c_void_p) for value in values)
+        )
+        x, y, z = (*grid, 1, 1)[:3]
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        _check(
+            _driver().cuLaunchKernel(
+                self._function, x, y, z, threads, 1, 1, self._shared_bytes, stream, pointers, None
+            )
+        )
+
+
+def _argument(value: torch.Tensor | int | float) -> ctypes.c_void_p | ctypes.c_int | ctypes.c_float:
+    if isinstance(value, torch.Tensor):
+        if not value.is_contiguous() or not value.is_cuda:
+            raise ValueError(f"a kernel takes contiguous tensors on the GPU, not {value.shape}")
+        return ctypes.c_void_p(value.data_ptr())
+    return ctypes.c_int(value) if isinstance(value, int) else ctypes.c_float(value)
+
+
+@functools.cache
+def _module(source: str, device: int) -> ctypes.c_void_p:
+    torch.cuda.current_stream(device)  # makes sure that the device has a context
+    torch.zeros(1, device=f"cuda:{device}")
+    major, minor = torch.cuda.get_device_capability(device)
+    image = compiled((SOURCES / f"{source}.cu").read_bytes(), f"sm_{major}{minor}")
+    module = ctypes.c_void_p()
+    _check(_driver().cuModuleLoadData(ctypes.byref(module), image))
+    return module
+
+
+def compiled(code: bytes, architecture: str) -> bytes:
+    """Machine code (cubin) of a CUDA C++ source, from the cache or freshly compiled into it."""
+    options = (*_OPTIONS, f"--gpu-architecture={architecture}")
+    compiler = _nvrtc()
+    version = ctypes.c_int(), ctypes.c_int()
+    _require(compiler.nvrtcVersion(*(ctypes.byref(part) for part in version)), compiler)
+    recipe = repr((options, [part.value for part in version])).encode()
+    digest = hashlib.sha256(recipe + b"\0" + code).hexdigest()
+    path = cache_folder() / "kernels" / f"{digest}.cubin"
+    if path.exists():
+        return path.read_bytes()
+    image = _compile(compiler, code, options)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Several processes may come to this at once; each writes its own file, and renaming is atomic.
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial.write_bytes(image)
+    os.replace(partial, path)
+    return image
+
+
+def _compile(compiler: ctypes.CDLL, code: bytes, options: Sequence[str]) -> bytes:
+    program = ctypes.c_void_p()
+    _require(
+        compiler.nvrtcCreateProgram(ctypes.byref(program), code, b"halfbyte.cu", 0, None, None),
+        compiler,
+    )
+    try:
+        flags = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if compiler.nvrtcCompileProgram(program, len(options), flags):
+            log = _read(compiler.nvrtcGetProgramLogSize, compiler.nvrtcGetProgramLog, program)
+            raise AssertionError("NVRTC: " + log.decode(errors="replace").strip("\0"))
+        return _read(compiler.nvrtcGetCUBINSize, compiler.nvrtcGetCUBIN, program)
+    finally:
+        compiler.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _read(size_of, read, program: ctypes.c_void_p) -> bytes:  # type: ignore[no-untyped-def]
+    size = ctypes.c_size_t()
+    size_of(program, ctypes.byref(size))
+    buffer = ctypes.create_string_buffer(size.value)
+    read(program, buffer)
+    return buffer.raw
+
+
+@functools.cache
+def _nvrtc() -> ctypes.CDLL:
+    """NVRTC: of the system, or of the packages that came with torch."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    name = f"libnvrtc.so.{major}"
+    folders = {Path(torch.__file__).parents[1] / "nvidia", *(Path(p) / "nvidia" for p in sys.path)}
+    bundled = [str(f) for folder in sorted(folders) for f in sorted(folder.glob(f"*/lib/{name}"))]
+    for path in bundled:
+        # NVRTC opens its second half by name, which finds it only when it is loaded already.
+        for half in sorted(Path(path).parent.glob(f"libnvrtc-builtins.so.{major}*")):
+            ctypes.CDLL(str(half), mode=ctypes.RTLD_GLOBAL)
+        return ctypes.CDLL(path)
+    with contextlib.suppress(OSError):
+        return ctypes.CDLL(name)
+    raise DependencyError(
+        f"{name}, the compiler of CUDA kernels, is not there",
+        hint=f"pip install nvidia-cuda-nvrtc, for CUDA {major}",
+    )
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(result: int) -> None:
+    """Raises RuntimeError for an error of the driver."""
+    if result:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(result, ctypes.byref(text))
+        raise RuntimeError(f"CUDA driver: {(text.value or b'unknown error').decode()} ({result})")
+
+
+def _require(result: int, compiler: ctypes.CDLL) -> None:
+    if result:
+        compiler.nvrtcGetErrorString.restype = ctypes.c_char_p
+        raise RuntimeError(f"NVRTC: {compiler.nvrtcGetErrorString(result).decode()}")

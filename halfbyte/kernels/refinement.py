@@ -1,0 +1,157 @@
+"""Coordinate descent over codes and group scales for the GPU; see `halfbyte.quantize.refine`.
+
+A matrix product gives the gradient E H of 512 columns, a small one adds what the first of them
+changed for the next 128, and a thread to a row walks those: each group's scale, then its codes
+(`cuda/columns.cu`). Products take BF16: a gradient only has to tell which way is down.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from halfbyte.kernels.cholesky import BLOCK
+from halfbyte.kernels.columns import WIDE
+from halfbyte.kernels.jit import kernel
+
+_ROWS = 128
+_SHARED_BYTES = 4 * (4 * 128 * 33 + 32 * 32 + 128 * 33)
+"""Of `descend_block`: changes of a tile of rows, a square of the Hessian, a tile of gradient."""
+
+
+def descend(
+    errors: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    hessians: torch.Tensor,
+    damping: torch.Tensor,
+    columns_per_group: int,
+    code_min: int,
+    code_max: int,
+    sweeps: int,
+) -> None:
+    """Lower E (H + damping) Eᵀ of every row by `sweeps` sweeps over all columns, in place.
+
+    `errors` float32 [H, N, K], `codes` int8 [H, N, K], `scales` bfloat16 [H, N, groups], `hessians`
+    float32 [H, K, K], `damping` float32 [H]; K is a multiple of 32. Scales change, too, where
+    groups are of 32, 64 or 128 columns.
+    """
+    count, rows, columns = errors.shape
+    descend_block = kernel("columns", "descend_block", _SHARED_BYTES)
+    refine = columns_per_group in (32, 64, 128)
+    halves, hessian_halves = errors.bfloat16(), hessians.bfloat16()
+    pitch = min(WIDE, triton.cdiv(columns, BLOCK) * BLOCK)
+    gradient = errors.new_empty(count, rows, pitch)
+    moved = torch.empty_like(gradient, dtype=torch.bfloat16)
+    tiles = triton.cdiv(rows, _ROWS)
+    for _ in range(sweeps):
+        for first in range(0, columns, WIDE):
+            stop = min(first + WIDE, columns)
+            width = 2 * BLOCK if pitch % (2 * BLOCK) == 0 else BLOCK
+            _add_product[(triton.cdiv(stop - first, width), tiles, count)](
+                halves, hessian_halves, gradient, damping, errors, rows, columns, columns, pitch,
+                first, 0, 0, columns, FRESH=True, ROWS=_ROWS, BLOCK=width, DEPTH=64,
+                num_warps=8, num_stages=3,
+            )  # fmt: skip
+            for start in range(first, stop, BLOCK):
+                if start > first:
+                    _add_product[(1, tiles, count)](
+                        moved, hessian_halves, gradient, damping, errors, rows, columns, pitch,
+                        pitch, start, start - first, first, start - first, FRESH=False,
+                        ROWS=_ROWS, BLOCK=BLOCK, DEPTH=64, num_warps=4, num_stages=3,
+                    )  # fmt: skip
+                descend_block(
+                    (tiles, count), _ROWS, gradient, errors, codes, scales, hessians, damping,
+                    halves, moved, rows, columns, scales.shape[-1], columns_per_group, start,
+                    min(BLOCK, columns - start) // 32, int(refine), pitch, start - first,
+                    float(code_min), float(code_max),
+                )  # fmt: skip
+
+
+def row_energy(matrix: torch.Tensor, hessians: torch.Tensor) -> torch.Tensor:
+    """x H xᵀ of each row of `matrix` bfloat16 [H, N, K], float64 [H, N].
+
+    `hessians` bfloat16 [H, K, K]. Good to about three digits, which is what reports need.
+    """
+    count, rows, columns = matrix.shape
+    tiles = triton.cdiv(columns, BLOCK)
+    parts = matrix.new_empty(count, tiles, rows, dtype=torch.float32)
+    _energy[(tiles, triton.cdiv(rows, 128), count)](
+        matrix, hessians, parts, rows, columns, tiles,
+        ROWS=128, BLOCK=BLOCK, DEPTH=64, num_warps=8, num_stages=4,
+    )  # fmt: skip
+    return parts.sum(1, dtype=torch.float64)
+
+
+@triton.jit
+def _add_product(  # type: ignore[no-untyped-def]
+    left, hessian, gradient, damping, errors, rows, columns, left_pitch, pitch,
+    start, offset, row_start, depth_end,
+    FRESH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """gradient[block] += left[:, :depth_end] H[row_start:row_start + depth_end, block].
+
+    With `FRESH`, it starts from damping times the errors of the block.
+    """
+    item = tl.program_id(2).to(tl.int64)
+    hessian += item * columns * columns
+    left += item * rows * left_pitch
+    errors += item * rows * columns
+    gradient += item * rows * pitch
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    inside = (row < rows)[:, None]
+    line = row[:, None]
+    tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    col = start + tile
+    known = col < columns
+    depth = tl.arange(0, DEPTH)
+    total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for k in range(0, depth_end, DEPTH):
+        within = (k + depth < depth_end)[None, :]
+        a = tl.load(
+            left + line * left_pitch + (k + depth)[None, :], mask=inside & within, other=0.0
+        )
+        b = tl.load(
+            hessian + col[:, None] * columns + (row_start + k + depth)[None, :],
+            mask=known[:, None] & within, other=0.0,
+        )  # fmt: skip
+        total = tl.dot(a, tl.trans(b), total)
+    place = gradient + line * pitch + (offset + tile)[None, :]
+    if FRESH:
+        own = tl.load(
+            errors + line * columns + col[None, :], mask=inside & known[None, :], other=0.0
+        )
+        total += tl.load(damping + item) * own
+    else:
+        total += tl.load(place, mask=inside, other=0.0)
+    tl.store(place, total, mask=inside)
+
+
+@triton.jit
+def _energy(  # type: ignore[no-untyped-def]
+    matrix, hessian, parts, rows, columns, tiles,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """parts[tile] = row sums of (X H) ∘ X over one block of columns."""
+    tile, item = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    hessian += item * columns * columns
+    matrix += item * rows * columns
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    line = row[:, None] * columns
+    col = tile * BLOCK + tl.arange(0, BLOCK)
+    known = col < columns
+    depth = tl.arange(0, DEPTH)
+    total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for k in range(0, columns, DEPTH):
+        within = (k + depth < columns)[None, :]
+        a = tl.load(matrix + line + (k + depth)[None, :], mask=inside[:, None] & within, other=0.0)
+        b = tl.load(
+            hessian + col[:, None] * columns + (k + depth)[None, :],
+            mask=known[:, None] & within, other=0.0,
+        )  # fmt: skip
+        total = tl.dot(a, tl.trans(b), total)
+    own = tl.load(matrix + line + col[None, :], mask=inside[:, None] & known[None, :], other=0.0)
+    total = tl.sum(total * own.to(tl.float32), 1)
+    tl.store(parts + (item * tiles + tile) * rows + row, total, mask=inside)
