@@ -16,8 +16,10 @@ from halfbyte.kernels.columns import WIDE
 from halfbyte.kernels.jit import kernel
 
 _ROWS = 128
-_SHARED_BYTES = 4 * (4 * 128 * 33 + 32 * 32 + 128 * 33)
-"""Of `descend_block`: changes of a tile of rows, a square of the Hessian, a tile of gradient."""
+_SHARED_BYTES = 4 * (4 * 128 * 33 + 32 * 32)
+"""Of `descend_block`: changes of a tile of rows, and a square of the Hessian."""
+_TILE_BYTES = 4 * 128 * 33
+"""A tile of the gradient besides, where a group is more than 32 columns."""
 
 
 def descend(
@@ -38,8 +40,9 @@ def descend(
     groups are of 32, 64 or 128 columns.
     """
     count, rows, columns = errors.shape
-    descend_block = kernel("columns", "descend_block", _SHARED_BYTES)
     refine = columns_per_group in (32, 64, 128)
+    shared_bytes = _SHARED_BYTES + (0 if columns_per_group == 32 else _TILE_BYTES)
+    descend_block = kernel("columns", "descend_block", shared_bytes)
     halves, hessian_halves = errors.bfloat16(), hessians.bfloat16()
     pitch = min(WIDE, triton.cdiv(columns, BLOCK) * BLOCK)
     gradient = errors.new_empty(count, rows, pitch)

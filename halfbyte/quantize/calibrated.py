@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -41,6 +41,7 @@ from halfbyte.errors import ResumeError
 from halfbyte.formats.files import file_sha256, sync_folder
 from halfbyte.kernels.reference import decode_int4, pack_int4
 from halfbyte.quantize.memory import experts_at_once
+from halfbyte.quantize.phases import Phases
 from halfbyte.quantize.solver import Inputs, Solved, solve
 
 Emit = Callable[[TensorPlan, QuantizedWeight], None]
@@ -57,6 +58,7 @@ class LayerQuantizer:
     """int64 [sequences, length]."""
     state: State | None = None
     """Input of the next layer; None before the embedding."""
+    phases: Phases = field(default_factory=Phases)
 
     def run(self, unit: Unit, emit: Emit) -> list[LinearReport]:
         """Quantize what the plan says of a decoder (or MTP) layer and move the state through it.
@@ -72,7 +74,8 @@ class LayerQuantizer:
         planned = {t.module: t for t in unit.tensors if t.action == "quantize"}
         layer = self.runner.load_layer(unit.index)
         reports = self._plain_linears(unit, layer, planned, emit)
-        routing = self.runner.forward(layer, self.state)
+        with self.phases("attention and router"):
+            routing = self.runner.forward(layer, self.state)
         del layer
         if routing is not None:
             reports += self._experts(unit.index, routing, planned, emit)
@@ -141,7 +144,8 @@ class LayerQuantizer:
         reports = []
         for start in range(0, routing.experts, step):
             chunk = range(start, min(start + step, routing.experts))
-            weights = [runner.load_expert(index, expert) for expert in chunk]
+            with self.phases("read"):
+                weights = [runner.load_expert(index, expert) for expert in chunk]
             plans = [
                 {leaf: planned.get(f"{prefix}{expert}.{leaf}") for leaf in EXPERT_LINEARS}
                 for expert in chunk
@@ -151,32 +155,36 @@ class LayerQuantizer:
             for leaves in (("gate_proj", "up_proj"), ("down_proj",)):
                 if plans[0][leaves[0]] is None:
                     continue
-                if len(leaves) == 2:
-                    stats = [inputs.gate_up(expert) for expert in chunk]
-                else:
-                    stats = [
-                        inputs.down(expert, runner, own["gate_proj"], own["up_proj"])
-                        for expert, own in zip(chunk, weights, strict=True)
-                    ]
+                with self.phases("Hessians"):
+                    if len(leaves) == 2:
+                        stats = [inputs.gate_up(expert) for expert in chunk]
+                    else:
+                        stats = [
+                            inputs.down(expert, runner, own["gate_proj"], own["up_proj"])
+                            for expert, own in zip(chunk, weights, strict=True)
+                        ]
                 stacks = [torch.cat([own[leaf] for leaf in leaves]) for own in weights]
                 first = plans[0][leaves[0]]
                 assert first is not None
-                solved = self._solve(stacks, first, stats, len(leaves))
-                for item, own in enumerate(weights):
-                    made = solved.dequantized(item).chunk(len(leaves))
-                    for leaf, quantized, weight in zip(
-                        leaves, solved.linears[item], made, strict=True
-                    ):
-                        plan = plans[item][leaf]
-                        assert plan is not None
-                        emit(plan, quantized)
-                        reports.append(report_of(plan, quantized, stats[item]))
-                        stored[item][leaf] = pack_int4(quantized.codes), quantized.scales
-                        own[leaf] = weight
+                with self.phases("solve " + " and ".join(leaf[:-5] for leaf in leaves)):
+                    solved = self._solve(stacks, first, stats, len(leaves))
+                with self.phases("write"):
+                    for item, own in enumerate(weights):
+                        made = solved.dequantized(item).chunk(len(leaves))
+                        for leaf, quantized, weight in zip(
+                            leaves, solved.linears[item], made, strict=True
+                        ):
+                            plan = plans[item][leaf]
+                            assert plan is not None
+                            emit(plan, quantized)
+                            reports.append(report_of(plan, quantized, stats[item]))
+                            stored[item][leaf] = pack_int4(quantized.codes), quantized.scales
+                            own[leaf] = weight
             for own, kept in zip(weights, stored, strict=True):
                 rest = {leaf: own[leaf].to(runner.dtype) for leaf in own if leaf not in kept}
                 experts.append({**kept, **rest})
-        self._through_experts(routing, experts)
+        with self.phases("experts forward"):
+            self._through_experts(routing, experts)
         return reports
 
     def _through_experts(self, routing: Routing, experts: Sequence[Mapping[str, _Stored]]) -> None:

@@ -19,7 +19,7 @@ TORCH = 250_000_000
 """Resident bytes of Python with torch imported; measured, torch 2.13 on x86-64."""
 TRANSFORMERS = 270_000_000
 """What transformers' modules and a tokenizer add."""
-EXPERTS_IN_WORK = {"cpu": 1 << 30, "cuda": 16 << 30}
+EXPERTS_IN_WORK = {"cpu": 1 << 30, "cuda": 32 << 30}
 """Working memory for experts that are solved together; one expert may need more."""
 ALLOCATOR = 1.2
 """What the allocator keeps beyond what is asked for."""

@@ -27,6 +27,7 @@ from halfbyte.formats.shards import ShardReader
 from halfbyte.formats.writer import CheckpointWriter
 from halfbyte.progress import Progress, SilentProgress
 from halfbyte.quantize.memory import calibrates
+from halfbyte.quantize.phases import Phases
 from halfbyte.quantize.plan import package_versions, with_calibration
 from halfbyte.quantize.recipe import recipe_to_dict
 
@@ -44,6 +45,7 @@ def run(
     resume: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
+    phases: Phases | None = None,
 ) -> RunReport:
     """Carry out a plan into the folder `output`.
 
@@ -51,8 +53,8 @@ def run(
     method; their hash becomes part of the plan.
     With `resume`, an interrupted run of the same plan goes on where it was, bit for bit; a finished
     one is reported as such. With `overwrite`, what an earlier run left in the folder is removed
-    first. Raises OutputError, ResumeError, CheckpointError, CalibrationError; after any of them
-    the folder can be resumed, or nothing was written.
+    first. `phases` collects where the time goes. Raises OutputError, ResumeError, CheckpointError,
+    CalibrationError; after any of them the folder can be resumed, or nothing was written.
     """
     started = time.monotonic()
     progress = progress or SilentProgress()
@@ -62,6 +64,8 @@ def run(
         return finished
     with ShardReader(plan.checkpoint) as reader, _cpu_threads(plan.settings.threads):
         layers = None if tokens is None else _layer_quantizer(plan, reader, tokens)
+        if layers is not None and phases is not None:
+            layers.phases = phases
         prepare_folder(output, plan, resume=resume, overwrite=overwrite)
         with CheckpointWriter(output, plan, identity) as writer:
             _work(plan, reader, writer, layers, progress)

@@ -122,8 +122,9 @@ def _descend_codes(
     now = codes.mT.float()
     moved = torch.empty_like(gradient)
     curve = hessian.diagonal(dim1=1, dim2=2)
+    inverse = torch.where(curve > 0, 1 / curve, 0)
     for i in range(gradient.shape[1]):
-        best = now[:, i] + gradient[:, i] / (curve[:, i, None] * scale)
+        best = now[:, i] + gradient[:, i] / scale * inverse[:, i, None]
         best = best.round_().clamp_(scheme.code_min, scheme.code_max)
         torch.mul(now[:, i] - best, scale, out=moved[:, i])
         now[:, i] = best

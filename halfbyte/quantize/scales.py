@@ -15,8 +15,9 @@ import torch
 from halfbyte.core import ScaleSearch, Scheme
 
 SHRINK_STEP = 0.02
-SMALLEST_SHRINK = 0.4
-"""Normal weights in one group of 6144 want 0.6; heavy tails want less."""
+SMALLEST_SHRINK = {128: 0.7, None: 0.4}
+"""By the largest group it is for. Normal weights in one group of 6144 want 0.6, heavy tails less;
+groups of 128 want 0.8."""
 
 
 def group_scales(
@@ -37,7 +38,7 @@ def group_scales(
     """
     columns = weights.shape[-1]
     group = scheme.columns_per_group(columns)
-    divisors = list(_divisors(scheme, signed))
+    divisors = list(_divisors(scheme, group, signed))
     if weights.is_cuda and search == "mse":
         from halfbyte.kernels.scale_search import LARGEST_GROUP, search_scales
 
@@ -93,15 +94,16 @@ def _least_squares_scales(
     return best
 
 
-def _divisors(scheme: Scheme, signed: bool) -> Iterator[float]:
+def _divisors(scheme: Scheme, group: int, signed: bool) -> Iterator[float]:
     """What the largest magnitude of a group is divided by, the usual one first: it wins ties."""
     half_range = _half_range(scheme)
+    smallest = SMALLEST_SHRINK[128 if group <= 128 else None]
     for sign in (1, -1) if signed else (1,):
         yield sign * half_range
         yield sign * scheme.code_max
         if signed:
             yield sign * -scheme.code_min
-        for i in range(1, round((1 - SMALLEST_SHRINK) / SHRINK_STEP) + 1):
+        for i in range(1, round((1 - smallest) / SHRINK_STEP) + 1):
             yield sign * half_range / (1 - i * SHRINK_STEP)
 
 

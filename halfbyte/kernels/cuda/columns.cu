@@ -136,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(ROWS) round_block(
     errors += (item * rows + first) * size + start;
     codes += (item * rows + row) * size + start;
     factor += item * size * size + start * (long long)size + start;
-    scales += (item * rows + (inside ? row : 0)) * groups;
+    scales += (item * rows + first) * groups;
     diagonal[threadIdx.x] = factor[threadIdx.x * (size + 1ll)];
     const int column = start + threadIdx.x;
     group[threadIdx.x] = column < columns ? order[item * columns + column] / columns_per_group : 0;
@@ -147,12 +147,18 @@ extern "C" __global__ void __launch_bounds__(ROWS) round_block(
         float wanted[PIECE];
 #pragma unroll
         for (int k = 0; k < PIECE; k++) wanted[k] = error[p][threadIdx.x][k];
+        // A warp to a row: its scales lie together. Padding has weight 0, whatever its scale.
+        __syncthreads();
+#pragma unroll 8
+        for (int i = threadIdx.x; i < ROWS * PIECE; i += ROWS) {
+            const int r = min(i / PIECE, left - 1);
+            error[p][i / PIECE][i % PIECE] =
+                bfloat16_at(scales + r * (long long)groups + group[base + i % PIECE]);
+        }
+        __syncthreads();
         float scale[PIECE];
 #pragma unroll
-        for (int k = 0; k < PIECE; k++) {
-            // Padding has weight 0, which any scale rounds to 0.
-            scale[k] = bfloat16_at(scales + group[base + k]);
-        }
+        for (int k = 0; k < PIECE; k++) scale[k] = error[p][threadIdx.x][k];
         float behind[PIECE] = {};
         for (int q = p + 1; q < PIECES; q++) {
             fetch_square(square, factor + q * PIECE * (long long)size + base, size);
@@ -169,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(ROWS) round_block(
         float chosen[PIECE];
 #pragma unroll
         for (int j = PIECE - 1; j >= 0; j--) {
-            float code = divide(wanted[j], scale[j], 1.0f / scale[j]);
+            float code = divide(wanted[j], scale[j], __frcp_rn(scale[j]));
             code = nearest_integer(fminf(fmaxf(code, code_min), code_max));
             const float gone = own[j] - code * scale[j];
             own[j] = gone;
@@ -190,6 +196,36 @@ extern "C" __global__ void __launch_bounds__(ROWS) round_block(
     }
 }
 
+// Where the scale at `place` is best for the codes of its group, if that is better; the change.
+__device__ __forceinline__ float refined_scale(
+    unsigned short* place, float slope, float curve, bool inside) {
+    const float old = bfloat16_at(place);
+    const unsigned short best = nearest_bfloat16(old + slope / (curve > 0.0f ? curve : 1.0f));
+    const float step = __uint_as_float((unsigned)best << 16) - old;
+    const bool better = curve > 0.0f && (old + step) * old > 0.0f &&
+                        step * (step * curve - 2.0f * slope) < 0.0f;
+    if (better && inside) *place = best;
+    return better ? step : 0.0f;
+}
+
+// Each code of a piece in turn to where it is best while the others stay.
+__device__ __forceinline__ void descend_piece(
+    float (&slopes)[PIECE], float (&code)[PIECE], float* change, const float (*square)[PIECE],
+    float added, float scale, float code_min, float code_max) {
+    const float inverse = __frcp_rn(scale);
+#pragma unroll
+    for (int j = 0; j < PIECE; j++) {
+        const float curve = square[j][j] + added;
+        const float pull = curve > 0.0f ? slopes[j] * inverse * __frcp_rn(curve) : 0.0f;
+        const float best = nearest_integer(fminf(fmaxf(code[j] + pull, code_min), code_max));
+        const float step = (code[j] - best) * scale;
+        code[j] = best;
+        change[j] += step;
+#pragma unroll
+        for (int k = j + 1; k < PIECE; k++) slopes[k] = fmaf(step, square[j][k], slopes[k]);
+    }
+}
+
 // Coordinate descent on E (H + damping) E^T: each group's scale for its codes, then its codes.
 //
 // gradient [item, rows, pitch]  E (H + damping) of the block's columns, from `offset` on
@@ -198,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(ROWS) round_block(
 // halves   [item, rows, columns] bfloat16: the errors, as the next sweep's products read them
 // moved    [item, rows, pitch]   bfloat16: their change, as the next blocks' products read it
 // Groups of 32, 64 or 128 columns have their scale refined when `refine`; codes change in any case.
-extern "C" __global__ void __launch_bounds__(ROWS) descend_block(
+extern "C" __global__ void __launch_bounds__(ROWS, 3) descend_block(
     const float* __restrict__ gradient, float* errors, signed char* codes, unsigned short* scales,
     const float* __restrict__ hessian, const float* __restrict__ damping, unsigned short* halves,
     unsigned short* moved,
@@ -218,52 +254,80 @@ extern "C" __global__ void __launch_bounds__(ROWS) descend_block(
     halves += (item * rows + first) * columns + start;
     codes += (item * rows + (inside ? row : 0)) * columns + start;
     scales += (item * rows + (inside ? row : 0)) * groups;
-    hessian += item * columns * columns + start * (long long)columns + start;
+    const float* block = hessian + item * columns * columns + start * (long long)columns + start;
     const float added = damping[item];
     const int per_group = refine ? columns_per_group / PIECE : pieces;
 
     for (int group = 0; group < pieces; group += per_group) {
         const int end = group + per_group;
+        unsigned short* place = scales + (start + group * PIECE) / columns_per_group;
+        // A group of one piece keeps its gradient and its pull (H + damping) c in registers.
+        const bool single = refine && per_group == 1;
+        float slopes[PIECE], code[PIECE];
+        if (single) {
+            fetch_tile(change[group], gradient + group * PIECE, pitch, left);
+#pragma unroll
+            for (int k = 0; k < PIECE; k++) slopes[k] = change[group][threadIdx.x][k];
+            for (int q = 0; q < group; q++) {
+                fetch_square(square, block + q * PIECE * (long long)columns + group * PIECE, columns);
+                add_product(slopes, change[q][threadIdx.x], square);
+            }
+            fetch_square(square, block + group * PIECE * (columns + 1ll), columns);
+            load_codes(code, codes + group * PIECE);
+            float* own = change[group][threadIdx.x];
+            float pull[PIECE];
+#pragma unroll
+            for (int k = 0; k < PIECE; k++) own[k] = code[k], pull[k] = added * code[k];
+            add_product(pull, own, square);
+            float slope = 0.0f, curve = 0.0f;
+#pragma unroll
+            for (int k = 0; k < PIECE; k++) {
+                slope = fmaf(code[k], slopes[k], slope);
+                curve = fmaf(code[k], pull[k], curve);
+            }
+            const float step = refined_scale(place, slope, curve, inside);
+#pragma unroll
+            for (int k = 0; k < PIECE; k++) {
+                own[k] *= -step;
+                slopes[k] = fmaf(-step, pull[k], slopes[k]);
+            }
+            const float scale = bfloat16_at(place);
+            descend_piece(slopes, code, own, square, added, scale, code_min, code_max);
+            if (inside) store_codes(codes + group * PIECE, code);
+            continue;
+        }
         if (refine) {
-            unsigned short* place = scales + (start + group * PIECE) / columns_per_group;
-            const float old = bfloat16_at(place);
             float slope = 0.0f, curve = 0.0f;
             for (int p = group; p < end; p++) {
-                float code[PIECE], slopes[PIECE];
                 load_codes(code, codes + p * PIECE);
                 fetch_tile(tile, gradient + p * PIECE, pitch, left);
 #pragma unroll
                 for (int k = 0; k < PIECE; k++) slopes[k] = tile[threadIdx.x][k];
                 for (int q = 0; q < group; q++) {
-                    fetch_square(square, hessian + q * PIECE * (long long)columns + p * PIECE, columns);
+                    fetch_square(square, block + q * PIECE * (long long)columns + p * PIECE, columns);
                     add_product(slopes, change[q][threadIdx.x], square);
                 }
+                float pull[PIECE];
 #pragma unroll
-                for (int k = 0; k < PIECE; k++) slope = fmaf(code[k], slopes[k], slope);
-                float curves[PIECE] = {};
+                for (int k = 0; k < PIECE; k++) {
+                    slope = fmaf(code[k], slopes[k], slope);
+                    pull[k] = added * code[k];
+                }
                 for (int q = group; q < end; q++) {
                     float other[PIECE];
                     load_codes(other, codes + q * PIECE);
 #pragma unroll
                     for (int k = 0; k < PIECE; k++) change[q][threadIdx.x][k] = other[k];
-                    fetch_square(square, hessian + q * PIECE * (long long)columns + p * PIECE, columns);
-                    add_product(curves, change[q][threadIdx.x], square);
+                    fetch_square(square, block + q * PIECE * (long long)columns + p * PIECE, columns);
+                    add_product(pull, change[q][threadIdx.x], square);
                 }
 #pragma unroll
-                for (int k = 0; k < PIECE; k++) {
-                    curve = fmaf(code[k], fmaf(added, code[k], curves[k]), curve);
-                }
+                for (int k = 0; k < PIECE; k++) curve = fmaf(code[k], pull[k], curve);
             }
-            const unsigned short stored = nearest_bfloat16(old + slope / (curve > 0.0f ? curve : 1.0f));
-            const float step = __uint_as_float((unsigned)stored << 16) - old;
-            const bool better = curve > 0.0f && (old + step) * old > 0.0f &&
-                                step * (step * curve - 2.0f * slope) < 0.0f;
-            if (better && inside) *place = stored;
+            const float step = refined_scale(place, slope, curve, inside);
             for (int q = group; q < end; q++) {
 #pragma unroll
-                for (int k = 0; k < PIECE; k++) {
-                    change[q][threadIdx.x][k] *= better ? -step : 0.0f;
-                }
+                for (int k = 0; k < PIECE; k++) change[q][threadIdx.x][k] *= -step;
             }
         } else {
             for (int q = group; q < end; q++) {
@@ -272,33 +336,20 @@ extern "C" __global__ void __launch_bounds__(ROWS) descend_block(
             }
         }
         for (int p = group; p < end; p++) {
-            float slopes[PIECE], code[PIECE];
             fetch_tile(tile, gradient + p * PIECE, pitch, left);
 #pragma unroll
             for (int k = 0; k < PIECE; k++) slopes[k] = tile[threadIdx.x][k];
             for (int q = 0; q < end; q++) {
-                fetch_square(square, hessian + q * PIECE * (long long)columns + p * PIECE, columns);
+                fetch_square(square, block + q * PIECE * (long long)columns + p * PIECE, columns);
                 add_product(slopes, change[q][threadIdx.x], square);
             }
-            fetch_square(square, hessian + p * PIECE * (columns + 1ll), columns);
+            fetch_square(square, block + p * PIECE * (columns + 1ll), columns);
             load_codes(code, codes + p * PIECE);
-            const float scale = bfloat16_at(scales + (start + p * PIECE) / columns_per_group);
-            const float inverse = 1.0f / scale;
             float* own = change[p][threadIdx.x];
 #pragma unroll
             for (int k = 0; k < PIECE; k++) slopes[k] = fmaf(added, own[k], slopes[k]);
-#pragma unroll
-            for (int j = 0; j < PIECE; j++) {
-                float best = code[j] + slopes[j] * inverse / (square[j][j] + added);
-                best = nearest_integer(fminf(fmaxf(best, code_min), code_max));
-                const float step = (code[j] - best) * scale;
-                code[j] = best;
-                own[j] += step;
-#pragma unroll
-                for (int k = j + 1; k < PIECE; k++) {
-                    slopes[k] = fmaf(step, square[j][k], slopes[k]);
-                }
-            }
+            const float scale = bfloat16_at(scales + (start + p * PIECE) / columns_per_group);
+            descend_piece(slopes, code, own, square, added, scale, code_min, code_max);
             if (inside) store_codes(codes + p * PIECE, code);
         }
     }

@@ -1,0 +1,171 @@
+"""One MoE layer of GLM-5.2 at full size through the calibrated pipeline: each phase, peak memory.
+
+    python benchmarks/bench_layer.py FOLDER --device cuda
+
+writes a one-layer checkpoint of random weights into FOLDER (10 GB, once) and runs the whole of
+`quantize run` on it: attention and router forward, Hessians, solve, write, experts forward. The
+phases are timed in a first run, in which the GPU comes to rest around each; the total is that of a
+second run, which is not disturbed. Prints a table and one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from halfbyte.core import Settings
+from halfbyte.formats.checkpoint import open_checkpoint
+from halfbyte.quantize import pipeline
+from halfbyte.quantize.phases import Phases
+from halfbyte.quantize.plan import make_plan
+from halfbyte.quantize.recipe import load_recipe
+from halfbyte.testing import glm52
+
+VOCABULARY = 8192
+SHARD_BYTES = 1_200_000_000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--samples", type=int, default=512)
+    parser.add_argument("--sequence-length", type=int, default=2048)
+    parser.add_argument("--refine", type=int, default=Settings().refine)
+    parser.add_argument("--experts", type=int, default=256, help="fewer for a quick look")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    source = arguments.folder / f"source-{arguments.experts}"
+    if not (source / "config.json").exists():
+        write_layer(source, arguments.experts, arguments.device)
+    settings = Settings(
+        samples=arguments.samples,
+        sequence_length=arguments.sequence_length,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        refine=arguments.refine,
+    )
+    generator = torch.Generator().manual_seed(0)
+    shape = (settings.samples, settings.sequence_length)
+    tokens = torch.randint(VOCABULARY, shape, generator=generator)
+    plan = make_plan(open_checkpoint(source), load_recipe("glm-5"), settings)
+    result: dict[str, Any] = {
+        "plan_gpu_bytes": plan.memory.gpu,
+        "plan_host_bytes": plan.memory.host,
+    }
+    for name in ("phases", "total"):
+        phases = Phases(on=name == "phases")
+        output = arguments.folder / "output"
+        shutil.rmtree(output, ignore_errors=True)
+        if arguments.device != "cpu":
+            torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        report = pipeline.run(plan, output, tokens=tokens, phases=phases)
+        result[name] = phases.seconds if phases.on else time.perf_counter() - started
+    result["error"] = sum(linear.error for linear in report.linears) / len(report.linears)
+    result["rtn_error"] = sum(linear.rtn_error for linear in report.linears) / len(report.linears)
+    result["shards"] = dict(report.shards)
+    result["peak_host_bytes"] = report.peak_bytes
+    if arguments.device != "cpu":
+        result["hardware"] = torch.cuda.get_device_name()
+        result["peak_gpu_bytes"] = torch.cuda.max_memory_allocated()
+    else:
+        result["hardware"] = platform.processor()
+    result["torch"] = torch.__version__
+    for name, seconds in result["phases"].items():
+        print(f"{name:24} {seconds:8.3f} s")
+    print(f"{'total':24} {result['total']:8.3f} s")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result))
+    print(json.dumps(result))
+
+
+def write_layer(folder: Path, experts: int, device: str) -> None:
+    """A checkpoint of one sparse layer in GLM-5.2's shapes, random weights in block FP8."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = glm52.glm52_config() | {
+        "num_hidden_layers": 1,
+        "first_k_dense_replace": 0,
+        "mlp_layer_types": ["sparse"],
+        "indexer_types": ["full"],
+        "num_nextn_predict_layers": 0,
+        "n_routed_experts": experts,
+        "vocab_size": VOCABULARY,
+    }
+    config["quantization_config"]["modules_to_not_convert"] = ["lm_head"]
+    generator = torch.Generator(device=device).manual_seed(0)
+    shard: dict[str, torch.Tensor] = {}
+    names: dict[str, str] = {}
+    count = 0
+
+    def flush() -> None:
+        nonlocal shard, count
+        count += 1
+        file = f"model-{count:05d}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        names.update(dict.fromkeys(shard, file))
+        shard = {}
+
+    total = 0
+    for name, dtype, rows in _tensors(experts):
+        if name.endswith("_scale_inv"):
+            continue
+        values = torch.randn(rows, generator=generator, device=device)
+        if name.endswith("norm.weight"):
+            shard[name] = (1 + 0.2 * values).bfloat16().cpu()
+        elif dtype == "F8_E4M3":
+            weight, scale = _block_fp8(values * rows[1] ** -0.5)
+            shard[name], shard[name + "_scale_inv"] = weight.cpu(), scale.cpu()
+        else:
+            values *= rows[-1] ** -0.5 if len(rows) > 1 else 0.01
+            shard[name] = values.to(torch.float32 if dtype == "F32" else torch.bfloat16).cpu()
+        if sum(t.nbytes for t in shard.values()) > SHARD_BYTES:
+            flush()
+    flush()
+    total = sum((folder / file).stat().st_size for file in set(names.values()))
+    index = {"metadata": {"total_size": total}, "weight_map": names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def _tensors(experts: int) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Name, dtype and shape of every tensor: layer 3 of the real table as layer 0."""
+    table = []
+    for tensor in glm52.tensor_table():
+        shape, name = tensor.shape, tensor.name
+        if name.startswith("model.layers.6."):
+            name = name.replace("model.layers.6.", "model.layers.0.")
+        elif name.startswith("model.layers."):
+            continue
+        if ".experts." in name and int(name.split(".experts.")[1].split(".")[0]) >= experts:
+            continue
+        if ".mlp.gate." in name:
+            shape = (experts, *shape[1:])
+        if shape[0] == glm52.VOCABULARY:
+            shape = (VOCABULARY, *shape[1:])
+        table.append((name, tensor.dtype, shape))
+    return table
+
+
+def _block_fp8(weight: torch.Tensor, block: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, columns = weight.shape
+    grid = (-(-rows // block), -(-columns // block))
+    padded = weight.new_zeros(grid[0] * block, grid[1] * block)
+    padded[:rows, :columns] = weight
+    blocks = padded.view(grid[0], block, grid[1], block)
+    scale = blocks.abs().amax((1, 3)) / 448
+    quantized = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+    return quantized.view(padded.shape)[:rows, :columns].contiguous(), scale
+
+
+if __name__ == "__main__":
+    main()
