@@ -8,6 +8,7 @@ them as one fused parameter per layer, which is more than a layer's share of mem
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -93,6 +94,16 @@ class Architecture:
         topk = getattr(self.config, "index_topk", None)
         return int(topk) if topk is not None else None
 
+    def choose_attention(self, length: int) -> None:
+        """Use causal attention without a mask when sparse attention would select every token.
+
+        transformers' layer would turn the selection into a mask over all pairs of tokens, which
+        costs more than attention itself and keeps the fast kernels away.
+        """
+        if self.index_topk is not None:
+            everything = length <= self.index_topk
+            self.config._attn_implementation = _register_causal() if everything else "sdpa"
+
     def layer_name(self, index: int) -> str:
         return f"{self.prefix}model.layers.{index}."
 
@@ -102,6 +113,32 @@ class Architecture:
             *args, **kwargs
         )
         return part
+
+
+@functools.cache
+def _register_causal() -> str:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    name = "halfbyte_causal"
+    ALL_ATTENTION_FUNCTIONS.register(name, _causal_attention)
+    return name
+
+
+def _causal_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: [B, heads, L, D] in, [B, L, heads, D] out."""
+    output = nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scaling
+    )
+    return output.transpose(1, 2), None
 
 
 def _configuration(

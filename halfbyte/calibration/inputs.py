@@ -69,12 +69,25 @@ def second_moment(inputs: torch.Tensor) -> torch.Tensor:
     # In slices: an expert that most tokens reach has as many rows as the calibration text.
     for rows in inputs.reshape(-1, columns).split(MOMENT_TOKENS[inputs.device.type]):
         if inputs.is_cuda and rows.dtype == torch.bfloat16:
-            # Products of BF16 are exact in float32, which is what matrix units sum them in.
-            total += torch.mm(rows.T, rows, out_dtype=torch.float32)
+            _add_second_moment(total, rows)
         else:
             rows = rows.float()
             total.addmm_(rows.T, rows)
     return total
+
+
+def _add_second_moment(total: torch.Tensor, rows: torch.Tensor) -> None:
+    """total += rowsᵀ rows for BF16 on the GPU: the lower half by quarters, the upper mirrored.
+
+    Products of BF16 are exact in float32, which is what matrix units sum them in.
+    """
+    step = max(256, rows.shape[1] // 4)
+    for start in range(0, rows.shape[1], step):
+        part = rows[:, start : start + step]
+        below = rows[:, start:]
+        block = torch.mm(below.T, part, out_dtype=torch.float32)
+        total[start:, start : start + step] += block
+        total[start : start + step, start + step :] += block[step:].T
 
 
 def evenly(count: int, among: int, device: torch.device) -> torch.Tensor:
@@ -172,16 +185,14 @@ class ExpertInputs:
         held = self._hidden[self._held_rows(expert)]
         return self._stats(expert, own, held, self._layer_mean)
 
-    def down(
-        self, expert: int, runner: LayerRunner, gate: torch.Tensor, up: torch.Tensor
-    ) -> InputStats | None:
-        """Of the vectors that down reads behind `gate` and `up` [I, H], which are quantized."""
+    def down(self, expert: int, runner: LayerRunner, gate_up: torch.Tensor) -> InputStats | None:
+        """Of the vectors that down reads behind `gate_up` [2 I, H], gate and up as quantized."""
 
         def inner(rows: torch.Tensor) -> torch.Tensor:
-            return runner.inner(self._hidden[rows], gate, up)
+            return runner.inner(self._hidden[rows], gate_up)
 
         def mean() -> torch.Tensor:
-            sample = inner(self._sample(SAMPLE * gate.shape[0]))
+            sample = inner(self._sample(SAMPLE * gate_up.shape[0] // 2))
             return second_moment(sample) / max(1, len(sample))
 
         own = inner(self._own.rows(expert))

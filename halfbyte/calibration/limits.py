@@ -6,7 +6,7 @@ Free of torch, since the plan predicts memory from them.
 BATCH_TOKENS = 8192
 """Tokens per forward call."""
 
-EXPERT_TOKENS = 65_536
+EXPERT_TOKENS = 131_072
 """Tokens that are sent through all experts of a layer before the next ones."""
 
 MOMENT_TOKENS = {"cpu": 8192, "cuda": 32_768}

@@ -25,6 +25,7 @@ from halfbyte.calibration.routing import Dispatch, ExpertsTakenOut, Routing
 from halfbyte.core import StoredWeight
 from halfbyte.errors import CalibrationError, CheckpointError
 from halfbyte.formats.shards import ShardReader
+from halfbyte.kernels.reference import add_rows
 
 EXPERT_LINEARS = ("gate_proj", "up_proj", "down_proj")
 
@@ -143,6 +144,7 @@ class LayerRunner:
         was; forward hooks on the layer's linears then see their inputs and nothing else happens.
         """
         length = state.hidden.shape[1]
+        self.architecture.choose_attention(length)
         position = torch.arange(length, device=self.device)[None]
         always = {
             "position_ids": position,
@@ -200,10 +202,14 @@ class LayerRunner:
         return {name: self.read(f"{prefix}{name}.weight", torch.float32) for name in EXPERT_LINEARS}
 
     @torch.no_grad()
-    def inner(self, hidden: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """Input of an expert's down projection, [n, I]: act(x gateᵀ) * (x upᵀ)."""
-        activation = self.architecture.activation()
-        return activation(hidden @ gate.T.to(self.dtype)) * (hidden @ up.T.to(self.dtype))  # type: ignore[no-any-return]
+    def inner(self, hidden: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+        """Input of an expert's down projection, [n, I]: act(x gateᵀ) * (x upᵀ).
+
+        `gate_up` [2 I, H] are the weights of both, gate first.
+        """
+        gate, up = (hidden @ gate_up.T.to(self.dtype)).chunk(2, dim=-1)
+        inner: torch.Tensor = self.architecture.activation()(gate)
+        return inner.mul_(up)
 
     @torch.no_grad()
     def add_expert(
@@ -216,16 +222,16 @@ class LayerRunner:
     ) -> None:
         """Add one expert's weighted output to `hidden` [n, hidden_size], in place.
 
+        `weights` are gate_up [2 I, H] and down [H, I].
         `inputs` [n, hidden_size] are the experts' input for the same tokens, which `dispatch`
         sends to their experts.
         """
         if not dispatch.tokens(expert):
             return
         rows = dispatch.rows(expert)
-        inner = self.inner(inputs[rows], weights["gate_proj"], weights["up_proj"])
-        share = (inner @ weights["down_proj"].T.to(self.dtype)) * dispatch.weight(expert)
+        output = self.inner(inputs[rows], weights["gate_up"]) @ weights["down"].T.to(self.dtype)
         # A token reaches an expert once, so the order of additions is that of the experts.
-        hidden.index_add_(0, rows, share.to(hidden.dtype))
+        add_rows(hidden, rows, output, dispatch.weight(expert))
 
     def advance(self, index: int, state: State) -> None:
         """Move `state` through layer `index` as the checkpoint holds it, experts one at a time."""
@@ -234,7 +240,9 @@ class LayerRunner:
             flat, dispatch = state.hidden.flatten(0, 1), routing.dispatch()
             for expert in range(routing.experts):
                 if dispatch.tokens(expert):
-                    weights = self.load_expert(index, expert)
+                    stored = self.load_expert(index, expert)
+                    both = torch.cat([stored["gate_proj"], stored["up_proj"]])
+                    weights = {"gate_up": both, "down": stored["down_proj"]}
                     self.add_expert(flat, routing.hidden, dispatch, expert, weights)
         check_finite(state.hidden, f"layer {index}")
 

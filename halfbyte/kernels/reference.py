@@ -51,6 +51,19 @@ def decode_int4(
     return dequantize_int4(unpack_int4(packed, 8 * packed.shape[1]), scales, dtype)
 
 
+def add_rows(
+    total: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, weight: torch.Tensor
+) -> None:
+    """total[rows] += values * weight, in place: `total` [T, H], `rows` int64 [n], all different,
+    `values` [n, H], `weight` float32 [n, 1]. Products and sums are taken in float32."""
+    if total.is_cuda:
+        from halfbyte.kernels.tokens import add_weighted
+
+        add_weighted(total, rows, values, weight)
+    else:
+        total.index_copy_(0, rows, (total[rows] + values * weight).to(total.dtype))
+
+
 def dequantize_fp8(
     weight: torch.Tensor,
     scale: torch.Tensor,

@@ -28,7 +28,7 @@ from halfbyte.calibration.inputs import (
 from halfbyte.calibration.limits import EXPERT_TOKENS
 from halfbyte.calibration.mtp import mtp_input
 from halfbyte.calibration.routing import Routing
-from halfbyte.calibration.runner import EXPERT_LINEARS, LayerRunner, State, check_finite
+from halfbyte.calibration.runner import LayerRunner, State, check_finite
 from halfbyte.core import (
     InputStats,
     LinearReport,
@@ -43,6 +43,9 @@ from halfbyte.kernels.reference import decode_int4, pack_int4
 from halfbyte.quantize.memory import experts_at_once
 from halfbyte.quantize.phases import Phases
 from halfbyte.quantize.solver import Inputs, Solved, solve
+
+EXPERT_STACKS = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
+"""Linears of an expert that read the same input, and are solved as one weight."""
 
 Emit = Callable[[TensorPlan, QuantizedWeight], None]
 """Takes a finished linear away, to be packed and written."""
@@ -145,44 +148,34 @@ class LayerQuantizer:
         for start in range(0, routing.experts, step):
             chunk = range(start, min(start + step, routing.experts))
             with self.phases("read"):
-                weights = [runner.load_expert(index, expert) for expert in chunk]
-            plans = [
-                {leaf: planned.get(f"{prefix}{expert}.{leaf}") for leaf in EXPERT_LINEARS}
-                for expert in chunk
-            ]
-            stored: list[dict[str, _Stored]] = [{} for _ in chunk]
+                stored = [runner.load_expert(index, expert) for expert in chunk]
+            stacks: list[dict[str, _Stored]] = [{} for _ in chunk]
             # One scheme for all experts of a layer, gate with up: the recipe guarantees it.
-            for leaves in (("gate_proj", "up_proj"), ("down_proj",)):
-                if plans[0][leaves[0]] is None:
+            for stack, leaves in EXPERT_STACKS.items():
+                weights = [torch.cat([own.pop(leaf) for leaf in leaves]) for own in stored]
+                plans = [[planned.get(f"{prefix}{e}.{leaf}") for leaf in leaves] for e in chunk]
+                if plans[0][0] is None:
+                    for own, weight in zip(stacks, weights, strict=True):
+                        own[stack] = weight.to(runner.dtype)
                     continue
                 with self.phases("Hessians"):
-                    if len(leaves) == 2:
-                        stats = [inputs.gate_up(expert) for expert in chunk]
-                    else:
-                        stats = [
-                            inputs.down(expert, runner, own["gate_proj"], own["up_proj"])
-                            for expert, own in zip(chunk, weights, strict=True)
-                        ]
-                stacks = [torch.cat([own[leaf] for leaf in leaves]) for own in weights]
-                first = plans[0][leaves[0]]
-                assert first is not None
-                with self.phases("solve " + " and ".join(leaf[:-5] for leaf in leaves)):
-                    solved = self._solve(stacks, first, stats, len(leaves))
+                    stats = [
+                        inputs.gate_up(expert)
+                        if stack == "gate_up"
+                        else inputs.down(expert, runner, self._decoded(own["gate_up"]))
+                        for expert, own in zip(chunk, stacks, strict=True)
+                    ]
+                with self.phases(f"solve {stack}"):
+                    solved = self._solve(weights, plans[0][0], stats, len(leaves))
+                del weights
                 with self.phases("write"):
-                    for item, own in enumerate(weights):
-                        made = solved.dequantized(item).chunk(len(leaves))
-                        for leaf, quantized, weight in zip(
-                            leaves, solved.linears[item], made, strict=True
-                        ):
-                            plan = plans[item][leaf]
+                    for item, own in enumerate(stacks):
+                        for plan, linear in zip(plans[item], solved.linears[item], strict=True):
                             assert plan is not None
-                            emit(plan, quantized)
-                            reports.append(report_of(plan, quantized, stats[item]))
-                            stored[item][leaf] = pack_int4(quantized.codes), quantized.scales
-                            own[leaf] = weight
-            for own, kept in zip(weights, stored, strict=True):
-                rest = {leaf: own[leaf].to(runner.dtype) for leaf in own if leaf not in kept}
-                experts.append({**kept, **rest})
+                            emit(plan, linear)
+                            reports.append(report_of(plan, linear, stats[item]))
+                        own[stack] = pack_int4(solved.codes[item]), solved.scales[item]
+            experts += stacks
         with self.phases("experts forward"):
             self._through_experts(routing, experts)
         return reports
@@ -195,26 +188,27 @@ class LayerQuantizer:
             tokens = slice(start, start + EXPERT_TOKENS)
             dispatch = routing.dispatch(tokens.start, tokens.stop)
             part = hidden[tokens].to(runner.device)
-            for expert, stored in enumerate(experts):
+            for expert, stacks in enumerate(experts):
                 if dispatch.tokens(expert):
-                    weights = {
-                        leaf: weight
-                        if isinstance(weight, torch.Tensor)
-                        else decode_int4(*weight, runner.dtype)
-                        for leaf, weight in stored.items()
-                    }
+                    weights = {name: self._decoded(stack) for name, stack in stacks.items()}
                     runner.add_expert(part, routing.hidden[tokens], dispatch, expert, weights)
             if part.device != hidden.device:
                 hidden[tokens] = part
 
+    def _decoded(self, stack: _Stored) -> torch.Tensor:
+        if isinstance(stack, torch.Tensor):
+            return stack
+        return decode_int4(*stack, self.runner.dtype)
+
     def _solve(
         self,
         weights: Sequence[torch.Tensor],
-        plan: TensorPlan,
+        plan: TensorPlan | None,
         stats: Sequence[InputStats | None],
         linears: int = 1,
     ) -> Solved:
         """Quantize weights, each a stack of so many linears that read the same input."""
+        assert plan is not None
         assert plan.scheme is not None
         known = [s for s in stats if s is not None]
         inputs = None
