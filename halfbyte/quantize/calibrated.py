@@ -10,13 +10,12 @@ makes.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from halfbyte.calibration.inputs import (
@@ -38,7 +37,7 @@ from halfbyte.core import (
     Unit,
 )
 from halfbyte.errors import ResumeError
-from halfbyte.formats.files import file_sha256, sync_folder
+from halfbyte.formats.files import file_sha256
 from halfbyte.kernels.reference import decode_int4, pack_int4
 from halfbyte.quantize.memory import experts_at_once
 from halfbyte.quantize.phases import Phases
@@ -86,20 +85,16 @@ class LayerQuantizer:
         check_finite(self.state.hidden, unit.name)
         return reports
 
-    def save(self, path: Path) -> str:
-        """Store the state, durably; the SHA-256 of the file."""
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The state by name, as `load` takes it up again. It changes with the next layer."""
         assert self.state is not None
-        tensors = {"hidden": self.state.hidden.cpu()}
+        tensors = {"hidden": self.state.hidden}
         if self.state.topk is not None:
-            tensors["topk"] = self.state.topk.cpu()
-        save_file(tensors, path)
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-        sync_folder(path.parent)
-        return file_sha256(path)
+            tensors["topk"] = self.state.topk
+        return tensors
 
     def load(self, path: Path, digest: str) -> None:
-        """Take up the state that `save` stored. Raises ResumeError when it is not that."""
+        """Take up the state that `tensors` gave. Raises ResumeError when it is not that."""
         if not path.exists() or file_sha256(path) != digest:
             raise ResumeError(
                 f"the calibration state {path} is missing or damaged",

@@ -13,6 +13,7 @@ from typing import Any
 
 from halfbyte.calibration.limits import BATCH_TOKENS, SCORES_AT_ONCE
 from halfbyte.core import MemoryEstimate, Settings, TensorPlan, Unit
+from halfbyte.formats.budgets import PIECE, READ_AHEAD, WRITE_BEHIND, budget
 from halfbyte.formats.config import config_count
 
 TORCH = 250_000_000
@@ -21,6 +22,8 @@ TRANSFORMERS = 270_000_000
 """What transformers' modules and a tokenizer add."""
 EXPERTS_IN_WORK = {"cpu": 1 << 30, "cuda": 32 << 30}
 """Working memory for experts that are solved together; one expert may need more."""
+BATCH_ELEMENTS = {"cpu": 0, "cuda": 1 << 27}
+"""Elements of linears that are rounded together; one linear may have more."""
 ALLOCATOR = 1.2
 """What the allocator keeps beyond what is asked for."""
 
@@ -58,10 +61,13 @@ def estimate_memory(
     """Peak bytes of a run over `units`; `model` is the language model's part of config.json."""
     tensors = [t for u in units for t in u.tensors]
     converted = [t for t in tensors if not calibrates(settings) or t.action != "quantize"]
-    conversion = max((_conversion(t) for t in converted), default=0)
+    stream = _stream(tensors, settings)
+    on_gpu = not settings.device.startswith("cpu")
+    conversion = 0 if on_gpu else max((_conversion(t) for t in converted), default=0)
     if not calibrates(settings):
-        host = {"torch": TORCH, "largest tensor in conversion": conversion}
-        return MemoryEstimate(host=sum(host.values()), gpu=0, detail=host)
+        host = {"torch": TORCH, "largest tensor in conversion": conversion, **stream}
+        gpu = {"linears in work": _linears_in_work(converted, settings)} if on_gpu else {}
+        return MemoryEstimate(sum(host.values()), sum(gpu.values()), detail=host | gpu)
     layers = [u.tensors for u in units if u.kind in ("layer", "mtp")]
     plain = max((_plain(layer, settings) for layer in layers), default=0)
     hessians = max((_hessians(layer) for layer in layers), default=0)
@@ -81,8 +87,8 @@ def estimate_memory(
     }
     phase = max(forward, experts, key=lambda phase: sum(phase.values()))
     phase = {name: int(ALLOCATOR * size) for name, size in phase.items()}
-    libraries = {"torch and transformers": TORCH + TRANSFORMERS}
-    if settings.device.startswith("cpu"):
+    libraries = {"torch and transformers": TORCH + TRANSFORMERS, **stream}
+    if not on_gpu:
         # A tensor is converted after the layer's phases, beside the hidden states only.
         detail = libraries | phase
         return MemoryEstimate(
@@ -90,8 +96,9 @@ def estimate_memory(
             gpu=0,
             detail=detail,
         )
-    host = libraries | {"largest tensor in conversion": conversion}
-    return MemoryEstimate(host=sum(host.values()), gpu=sum(phase.values()), detail=host | phase)
+    return MemoryEstimate(
+        host=sum(libraries.values()), gpu=sum(phase.values()), detail=libraries | phase
+    )
 
 
 def _tokens(settings: Settings) -> int:
@@ -102,10 +109,30 @@ def _element_bytes(settings: Settings) -> int:
     return {"float32": 4, "bfloat16": 2}[settings.dtype]
 
 
+def _stream(tensors: Sequence[TensorPlan], settings: Settings) -> dict[str, int]:
+    """Of weights on their way from and to the disk."""
+    read = sum(t.source.nbytes for t in tensors)
+    written = sum(o.nbytes for t in tensors for o in t.outputs)
+    return {
+        "read ahead": min(read, budget(READ_AHEAD, settings.device)),
+        "written behind": min(written, budget(WRITE_BEHIND, settings.device)),
+    }
+
+
 def _conversion(tensor: TensorPlan) -> int:
-    """As stored, decoded in float32, and as written."""
-    decoded = 4 * math.prod(tensor.source.shape) if tensor.action != "copy" else 0
-    return tensor.source.nbytes + decoded + sum(o.nbytes for o in tensor.outputs)
+    """As stored, decoded in float32, and as written. What is written is counted on its own while
+    it fits what may be written behind, and copies go in pieces."""
+    if tensor.action == "copy":
+        return min(PIECE, tensor.source.nbytes)
+    return tensor.source.nbytes + 4 * math.prod(tensor.source.shape)
+
+
+def _linears_in_work(tensors: Sequence[TensorPlan], settings: Settings) -> int:
+    """Float32: the weights of a batch as read and stacked, and two of their size on the way to
+    codes and errors."""
+    largest = max((math.prod(t.source.shape) for t in tensors if t.action != "copy"), default=0)
+    total = sum(math.prod(t.source.shape) for t in tensors if t.action == "quantize")
+    return 4 * 4 * max(largest, min(total, BATCH_ELEMENTS[settings.device.partition(":")[0]]))
 
 
 def _is_expert(tensor: TensorPlan) -> bool:

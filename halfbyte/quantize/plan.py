@@ -41,9 +41,9 @@ from halfbyte.formats.config import (
     text_config,
     without_equal_experts,
 )
+from halfbyte.formats.layout import lay_out_shards
 from halfbyte.formats.loaders import check_loaders
 from halfbyte.formats.weights import layer_index, logical_weights
-from halfbyte.formats.writer import lay_out_shards
 from halfbyte.quantize.decide import action_on, decide
 from halfbyte.quantize.memory import calibrates, estimate_memory, state_bytes
 from halfbyte.quantize.recipe import recipe_to_dict
