@@ -3,9 +3,9 @@
     python benchmarks/bench_layer.py FOLDER --device cuda
 
 writes a one-layer checkpoint of random weights into FOLDER (10 GB, once) and runs the whole of
-`quantize run` on it: attention and router forward, Hessians, solve, write, experts forward. The
-phases are timed in a first run, in which the GPU comes to rest around each; the total is that of a
-second run, which is not disturbed. Prints a table and one line of JSON.
+`quantize run` on it: attention and router forward, Hessians, solve, write, experts forward. A first
+run compiles the kernels and warms up; the second gives the total; in a third one the GPU comes to
+rest around every phase, to time it. Prints a table and one line of JSON.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> None:
         "plan_gpu_bytes": plan.memory.gpu,
         "plan_host_bytes": plan.memory.host,
     }
-    for name in ("phases", "total"):
+    for name in ("warm-up", "total", "phases"):
         phases = Phases(on=name == "phases")
         output = arguments.folder / "output"
         shutil.rmtree(output, ignore_errors=True)
