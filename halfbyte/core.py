@@ -182,7 +182,7 @@ class Settings:
     scale_search: ScaleSearch = "mse"
     signed_scales: bool = True
     """Whether a scale may be negative, which lets every group use the code -8."""
-    refine: int = 4
+    refine: int = 2
     """Sweeps of coordinate descent over codes and scales after GPTQ; 0 leaves GPTQ's own."""
     expert_hessian: ExpertHessian = "blend"
     """Which tokens a routed expert is calibrated on; see `calibration.inputs`."""
@@ -327,7 +327,8 @@ class QuantizedWeight:
     scales: torch.Tensor
     """bfloat16 [N, groups]; the weight is codes * scales, one scale per group of columns."""
     error: float = 0.0
-    """tr(E H Eᵀ) / tr(W H Wᵀ), E = W - Q, H the undamped Hessian; without one, |E|² / |W|²."""
+    """|E x|² / |W x|² over held-out inputs x, E = W - Q; without any, tr(E H Eᵀ) / tr(W H Wᵀ) with
+    the undamped Hessian; without one, |E|² / |W|²."""
     rtn_error: float = 0.0
     """The same for plain rounding with the scales that the search found."""
     weight_error: float = 0.0
