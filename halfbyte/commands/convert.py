@@ -6,23 +6,27 @@ import os
 import re
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from halfbyte.commands.options import (
+    Affinity,
     Device,
     Dtype,
     EngineName,
+    ExpertHessianName,
     GroupSize,
     GroupSizeName,
     Json,
     MethodName,
     Quiet,
     RecipeName,
+    Refine,
     Samples,
     Seed,
     SequenceLength,
+    SignedScales,
     Source,
     Verbose,
     open_console,
@@ -52,6 +56,10 @@ def run(
     ] = None,
     samples: Samples = 256,
     sequence_length: SequenceLength = 2048,
+    refine: Refine = 2,
+    expert_hessian: ExpertHessianName = "blend",
+    affinity: Affinity = False,
+    signed_scales: SignedScales = True,
     device: Device = "auto",
     dtype: Dtype = "auto",
     seed: Seed = 0,
@@ -78,7 +86,18 @@ def run(
     if not dry_run:
         _require_text(method, calibration, f"quantize {shlex.quote(source)} --to {to}")
     settings = _settings(
-        method, engine, samples, sequence_length, device, dtype, seed, planning=dry_run
+        device,
+        dtype,
+        planning=dry_run,
+        method=method,
+        engine=engine,
+        samples=samples,
+        sequence_length=sequence_length,
+        refine=refine,
+        expert_hessian=expert_hessian,
+        affinity=affinity,
+        signed_scales=signed_scales,
+        seed=seed,
     )
     if dry_run:
         _show_plan(console, _plan(path, recipe, group_size, settings))
@@ -115,6 +134,10 @@ def plan(
     group_size: GroupSize = None,
     samples: Samples = 256,
     sequence_length: SequenceLength = 2048,
+    refine: Refine = 2,
+    expert_hessian: ExpertHessianName = "blend",
+    affinity: Affinity = False,
+    signed_scales: SignedScales = True,
     device: Device = "auto",
     dtype: Dtype = "auto",
     json: Json = False,
@@ -125,7 +148,17 @@ def plan(
     from halfbyte.models import resolve
 
     settings = _settings(
-        method, engine, samples, sequence_length, device, dtype, seed=0, planning=True
+        device,
+        dtype,
+        planning=True,
+        method=method,
+        engine=engine,
+        samples=samples,
+        sequence_length=sequence_length,
+        refine=refine,
+        expert_hessian=expert_hessian,
+        affinity=affinity,
+        signed_scales=signed_scales,
     )
     console = open_console(json, quiet, verbose)
     _show_plan(console, _plan(resolve(source), recipe, group_size, settings))
@@ -151,33 +184,19 @@ def _require_text(method: str, calibration: Path | None, command: str) -> None:
         raise UsageError("--method rtn uses no text", hint="drop --calibration or --method rtn")
 
 
-def _settings(
-    method: Literal["gptq", "rtn"],
-    engine: Literal["halfbyte", "llmcompressor"],
-    samples: int,
-    sequence_length: int,
-    device: str,
-    dtype: str,
-    seed: int,
-    *,
-    planning: bool,
-) -> Settings:
+def _settings(device: str, dtype: str, *, planning: bool, **choices: Any) -> Settings:
     """The settings of a run; `planning` asks for a device without importing torch."""
     from halfbyte.core import Settings
     from halfbyte.devices import cpu_threads, expected_device, resolve_device, resolve_dtype
 
-    if engine == "llmcompressor" and method == "rtn":
+    if choices["engine"] == "llmcompressor" and choices["method"] == "rtn":
         raise UsageError("--engine llmcompressor solves gptq only", hint="drop --method rtn")
     device = expected_device(device) if planning else resolve_device(device)
     return Settings(
-        method=method,
-        engine=engine,
-        samples=samples,
-        sequence_length=sequence_length,
+        **choices,
         dtype=resolve_dtype(dtype, device),
         device=device,
         threads=None if planning else cpu_threads(device),
-        seed=seed,
     )
 
 

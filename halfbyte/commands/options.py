@@ -36,6 +36,31 @@ GroupSize = Annotated[
     GroupSizeName | None,
     typer.Option("--group-size", help="Columns that share a scale. [default: the recipe's]"),
 ]
+Refine = Annotated[
+    int,
+    typer.Option(
+        "--refine", min=0, max=100, help="Sweeps over codes and scales after GPTQ; 0 for none."
+    ),
+]
+ExpertHessianName = Annotated[
+    Literal["routed", "blend", "all"],
+    typer.Option(
+        "--expert-hessian",
+        help="What an expert is calibrated on: the tokens routed to it, all of the layer's, or a"
+        " blend of both.",
+    ),
+]
+Affinity = Annotated[
+    bool,
+    typer.Option("--affinity", help="Count an expert's tokens by the square of their weight."),
+]
+SignedScales = Annotated[
+    bool,
+    typer.Option(
+        "--signed-scales/--positive-scales",
+        help="Whether scales may be negative, which lets all groups use the code -8.",
+    ),
+]
 Samples = Annotated[int, typer.Option("--samples", min=1, help="Calibration windows.")]
 SequenceLength = Annotated[
     int, typer.Option("--sequence-length", min=1, help="Tokens of each window.")
