@@ -268,13 +268,33 @@ class ShardLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """Bytes that a run may take at its peak; None sets no limit. It decides where things are kept
+    and how much is done at once, never a byte of the output."""
+
+    gpu: int | None = None
+    host: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How a calibrated run uses memory."""
+
+    experts_at_once: int
+    """Routed experts of a layer that are solved as one batch."""
+    state_on_host: bool = False
+    """Whether the hidden states between layers stay in host memory while a GPU computes."""
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryEstimate:
     """Peak bytes predicted for a run. `gpu` is 0 when the run computes on the CPU."""
 
     host: int
     gpu: int
     detail: Mapping[str, int]
-    """What the peak is made of, by name, in bytes."""
+    """What the peaks are made of, by name, in bytes."""
+    placement: Placement = Placement(1)
 
 
 @dataclass(frozen=True)

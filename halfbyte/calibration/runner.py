@@ -52,8 +52,11 @@ class LayerRunner:
         *,
         device: str,
         dtype: torch.dtype,
+        state_on_host: bool = False,
     ) -> None:
+        """With `state_on_host` hidden states stay in host memory while a GPU computes."""
         self.architecture = architecture
+        self._state_on_host = state_on_host and device != "cpu"
         self.device = torch.device(device)
         self.dtype = dtype
         self._weights = weights
@@ -72,7 +75,17 @@ class LayerRunner:
     def embed(self, tokens: torch.Tensor) -> State:
         """State before layer 0. `tokens` is int64 [sequences, length]."""
         table = self.read(self.architecture.prefix + "model.embed_tokens.weight")
-        return State(nn.functional.embedding(tokens.to(self.device), table))
+        state = State(self.new_hidden(tokens.shape[0], tokens.shape[1], table.shape[1]))
+        for rows in batches(*tokens.shape):
+            state.hidden[rows] = nn.functional.embedding(tokens[rows].to(self.device), table)
+        return state
+
+    def new_hidden(self, sequences: int, length: int, width: int) -> torch.Tensor:
+        """Room for hidden states [sequences, length, width], where they are to be kept."""
+        shape = (sequences, length, width)
+        if self._state_on_host:
+            return torch.empty(shape, dtype=self.dtype, pin_memory=True)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def norm(self, name: str) -> nn.Module:
         """An RMSNorm of the model, by the name of its weight without the prefix."""

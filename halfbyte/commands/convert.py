@@ -19,6 +19,8 @@ from halfbyte.commands.options import (
     GroupSize,
     GroupSizeName,
     Json,
+    MaxGpuMemory,
+    MaxHostMemory,
     MethodName,
     Quiet,
     RecipeName,
@@ -36,7 +38,7 @@ from halfbyte.errors import UsageError
 
 if TYPE_CHECKING:
     from halfbyte.console import Console
-    from halfbyte.core import Plan, Settings
+    from halfbyte.core import MemoryBudget, Plan, Settings
 
 
 def run(
@@ -62,6 +64,8 @@ def run(
     signed_scales: SignedScales = True,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    max_gpu_memory: MaxGpuMemory = None,
+    max_host_memory: MaxHostMemory = None,
     seed: Seed = 0,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with an interrupted run in the output folder.")
@@ -77,6 +81,7 @@ def run(
     verbose: Verbose = False,
 ) -> None:
     """Quantize a checkpoint. What `quantize SOURCE` runs."""
+    from halfbyte.core import MemoryBudget
     from halfbyte.models import resolve
 
     console = open_console(json, quiet, verbose)
@@ -99,15 +104,16 @@ def run(
         signed_scales=signed_scales,
         seed=seed,
     )
+    budget = MemoryBudget(max_gpu_memory, max_host_memory)
     if dry_run:
-        _show_plan(console, _plan(path, recipe, group_size, settings))
+        _show_plan(console, _plan(path, recipe, group_size, settings, budget))
         return
     from halfbyte.calibration.data import token_windows
     from halfbyte.commands import tables
     from halfbyte.quantize import pipeline
 
     # The plan comes first: it refuses in seconds what tokenizing a long text would only delay.
-    plan = _plan(path, recipe, group_size, settings)
+    plan = _plan(path, recipe, group_size, settings, budget)
     tokens = None
     if calibration is not None:
         tokens = token_windows(calibration, path, samples, sequence_length, seed)
@@ -140,11 +146,14 @@ def plan(
     signed_scales: SignedScales = True,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    max_gpu_memory: MaxGpuMemory = None,
+    max_host_memory: MaxHostMemory = None,
     json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
     """Show what a run would do, reading nothing but headers."""
+    from halfbyte.core import MemoryBudget
     from halfbyte.models import resolve
 
     settings = _settings(
@@ -161,7 +170,8 @@ def plan(
         signed_scales=signed_scales,
     )
     console = open_console(json, quiet, verbose)
-    _show_plan(console, _plan(resolve(source), recipe, group_size, settings))
+    budget = MemoryBudget(max_gpu_memory, max_host_memory)
+    _show_plan(console, _plan(resolve(source), recipe, group_size, settings, budget))
 
 
 def default_output(source: Path) -> Path:
@@ -201,7 +211,11 @@ def _settings(device: str, dtype: str, *, planning: bool, **choices: Any) -> Set
 
 
 def _plan(
-    path: Path, recipe: str | None, group_size: GroupSizeName | None, settings: Settings
+    path: Path,
+    recipe: str | None,
+    group_size: GroupSizeName | None,
+    settings: Settings,
+    budget: MemoryBudget,
 ) -> Plan:
     from halfbyte.formats.checkpoint import open_checkpoint
     from halfbyte.models import recipe_for
@@ -210,7 +224,8 @@ def _plan(
 
     checkpoint = open_checkpoint(path)
     name = recipe or recipe_for(checkpoint)
-    return make_plan(checkpoint, load_recipe(name, group_size=_columns(group_size)), settings)
+    chosen = load_recipe(name, group_size=_columns(group_size))
+    return make_plan(checkpoint, chosen, settings, budget)
 
 
 def _columns(group_size: GroupSizeName | None) -> int | Literal["channel"] | None:

@@ -78,6 +78,32 @@ Dtype = Annotated[
 Seed = Annotated[
     int, typer.Option("--seed", min=0, max=2**63 - 1, help="Chooses the calibration windows.")
 ]
+
+
+def _parse_size(value: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B)?", value.strip(), flags=re.IGNORECASE)
+    if match is None:
+        raise typer.BadParameter(f"{value!r} is not a size; write 24GiB, 80GB or bytes")
+    unit = (match[2] or "").upper()
+    step = 1024 if "I" in unit else 1000
+    return int(float(match[1]) * step ** "KMGT".index(unit[0]) * step if unit else float(match[1]))
+
+
+MaxGpuMemory = Annotated[
+    int | None,
+    typer.Option(
+        "--max-gpu-memory",
+        metavar="SIZE",
+        parser=_parse_size,
+        help="Keep GPU memory below this, as 24GiB: fewer experts at once, states on the host.",
+    ),
+]
+MaxHostMemory = Annotated[
+    int | None,
+    typer.Option(
+        "--max-host-memory", metavar="SIZE", parser=_parse_size, help="The same for the host."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print nothing but the result's path.")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Print details and log messages.")]

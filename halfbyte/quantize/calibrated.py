@@ -31,6 +31,7 @@ from halfbyte.calibration.runner import LayerRunner, State, check_finite
 from halfbyte.core import (
     InputStats,
     LinearReport,
+    Placement,
     QuantizedWeight,
     Settings,
     TensorPlan,
@@ -39,7 +40,6 @@ from halfbyte.core import (
 from halfbyte.errors import ResumeError
 from halfbyte.formats.files import file_sha256
 from halfbyte.kernels.reference import decode_int4, pack_int4
-from halfbyte.quantize.memory import experts_at_once
 from halfbyte.quantize.phases import Phases
 from halfbyte.quantize.solver import Inputs, Solved, solve
 
@@ -58,6 +58,7 @@ class LayerQuantizer:
     settings: Settings
     tokens: torch.Tensor
     """int64 [sequences, length]."""
+    placement: Placement
     state: State | None = None
     """Input of the next layer; None before the embedding."""
     phases: Phases = field(default_factory=Phases)
@@ -100,8 +101,12 @@ class LayerQuantizer:
                 f"the calibration state {path} is missing or damaged",
                 hint="start again with --overwrite",
             )
-        tensors = load_file(path, device=str(self.runner.device))
-        self.state = State(tensors["hidden"], tensors.get("topk"))
+        tensors = load_file(path)
+        stored = tensors["hidden"]
+        hidden = self.runner.new_hidden(*stored.shape)
+        hidden.copy_(stored)
+        topk = tensors.get("topk")
+        self.state = State(hidden, None if topk is None else topk.to(hidden.device))
 
     def _plain_linears(
         self, unit: Unit, layer: nn.Module, planned: Mapping[str, TensorPlan], emit: Emit
@@ -137,7 +142,7 @@ class LayerQuantizer:
         inputs = ExpertInputs(
             routing, f"layers.{index}", settings.expert_hessian, affinity=settings.affinity
         )
-        step = experts_at_once(runner.architecture.config.to_dict(), settings.device)
+        step = self.placement.experts_at_once
         experts: list[dict[str, _Stored]] = []
         reports = []
         for start in range(0, routing.experts, step):

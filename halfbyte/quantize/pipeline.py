@@ -251,11 +251,12 @@ def _layer_quantizer(plan: Plan, reader: ShardReader, tokens: torch.Tensor) -> L
         reader,
         device=settings.device,
         dtype=getattr(torch, settings.dtype),
+        state_on_host=plan.memory.placement.state_on_host,
     )
     for unit in plan.units:
         if unit.index is not None:
             runner.check_layer(unit.index)
-    return LayerQuantizer(runner, settings, tokens)
+    return LayerQuantizer(runner, settings, tokens, plan.memory.placement)
 
 
 def _summary(unit: Unit, reports: list[LinearReport]) -> str:
@@ -267,10 +268,8 @@ def _summary(unit: Unit, reports: list[LinearReport]) -> str:
     text = f"{unit.name}: {len(reports)} linears quantized, mean error {error:.2e}"
     if rtn != error:
         text += f" (rounding alone {rtn:.2e})"
-    if topped_up := sum(
-        r.rung != "routed" for r in reports if r.tokens or r.rung != "weights-only"
-    ):
-        text += f", {topped_up} topped up"
+    if unseen := sum(r.rung == "all-tokens" and not r.tokens for r in reports):
+        text += f", {unseen} without a token of their own"
     if fallbacks := sum(r.fallback is not None for r in reports):
         text += f", {fallbacks} fell back"
     return text
