@@ -29,10 +29,12 @@ from benchmarks.checks import (
     expected_linears,
 )
 from benchmarks.cost import Cost
+from halfbyte.errors import HalfbyteError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 OURS = "benchmarks.ours"
 ONESHOT = "benchmarks.peers.oneshot"
+WORK = Path("build/bench-accuracy")
 LOG_LINES = 15
 """Of a failed process that are shown; the whole log lies in the row's folder."""
 
@@ -155,10 +157,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         except subprocess.TimeoutExpired:
             _say(f"stopped in {job}: the time limit is over; what it had finished is kept")
             break
-        except (BenchmarkError, subprocess.CalledProcessError) as error:
+        except (BenchmarkError, HalfbyteError, subprocess.CalledProcessError) as error:
             _say(f"{job} FAILED: {error}")
             failed += 1
             continue
+        bench.results.parent.mkdir(parents=True, exist_ok=True)
         with bench.results.open("a") as file:
             file.write(json.dumps(record) + "\n")
         if not options.keep:
@@ -181,8 +184,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--max-windows", type=int, help="of the held-out text [all]")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--work", type=Path, default=Path("bench-accuracy"), help="for checkpoints")
-    parser.add_argument("--results", type=Path, default=Path("bench-accuracy.jsonl"))
+    parser.add_argument("--work", type=Path, default=WORK, help="for checkpoints")
+    parser.add_argument("--results", type=Path, default=WORK.with_suffix(".jsonl"))
     parser.add_argument("--time-limit", type=float, help="seconds")
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints")
     options = parser.parse_args(argv)
@@ -209,8 +212,9 @@ def run_job(
     """Quantize, check and measure one row; its line of the results.
 
     A checkpoint that an earlier run left finished in the work folder is not made again. Raises
-    BenchmarkError when it may not be compared, CalledProcessError when a process fails,
-    TimeoutExpired when it all takes longer than `limit` seconds.
+    BenchmarkError when it may not be compared, HalfbyteError when it cannot be read,
+    CalledProcessError when a process fails, TimeoutExpired when it all takes longer than `limit`
+    seconds.
     """
     started = time.monotonic()
 
@@ -277,12 +281,10 @@ def _evaluate(
         command += [] if bench.limit is None else ["--limit", str(bench.limit)]
     _run(command, bench.device, folder / "evaluate.log", left())
     record = json.loads(output.read_text())
-    tasks = (record["tasks"] or {"tasks": []})["tasks"]
-    scores = {
-        f"{task['name']} {metric['metric']}": metric["mean"]
-        for task in tasks
-        for metric in reversed(task["metrics"])  # of several filters the first one stays
-    }
+    scores: dict[str, float] = {}
+    for task in (record["tasks"] or {"tasks": []})["tasks"]:
+        for metric in task["metrics"]:  # of several answer filters the first one counts
+            scores.setdefault(f"{task['name']} {metric['metric']}", metric["mean"])
     return {"text": record["text"], "tasks": scores}
 
 

@@ -112,12 +112,15 @@ class ShardReader:
     ) -> torch.Tensor:
         """The logical weight, decoded in float32 and cast to `dtype`, on and by `device`.
 
-        Raises `CheckpointError` for values that are not finite and for scales that are not
-        positive, with the first such coordinate: both mean a damaged file.
+        Raises `CheckpointError` for values that are not finite and for FP8 scales that are not
+        positive, with the first such coordinate: both mean a damaged file. INT4 scales may be
+        negative: AutoRound turns a group whose largest weight is positive around, since there is
+        a code -8 but no 8.
         """
         parts = {key: self.read(info).to(device) for key, info in stored.parts.items()}
         if "scale" in parts:
-            require_finite(stored.parts["scale"], parts["scale"], positive=True)
+            fp8 = stored.encoding == "fp8"
+            require_finite(stored.parts["scale"], parts["scale"], positive=fp8)
         if stored.encoding == "fp8":
             assert stored.block is not None
             (rows, columns), (block_rows, block_columns) = stored.shape, stored.block
