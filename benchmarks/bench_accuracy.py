@@ -4,7 +4,8 @@
 
 Each row is quantized in a process of its own, checked (`benchmarks.checks`) and measured by
 `quantize eval` in float32 against the FP8 source. A finished row is appended to --results at once
-and never made again, so the same command goes on where it stopped.
+and never made again, so the same command goes on where it stopped. What it does not notice is a
+change of the code: measure that with new --results and --work.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from benchmarks.checks import (
     expected_linears,
 )
 from benchmarks.cost import Cost
+from halfbyte.core import fingerprint
 from halfbyte.errors import HalfbyteError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -120,6 +122,12 @@ class Bench:
             "device": self.device,
         }
 
+    def folder(self, job: Job, setup: Mapping[str, Any]) -> Path:
+        """Of a row's checkpoint: another one when anything that decides its bytes differs."""
+        decides = {key: setup[key] for key in ("source", "tokens_sha256", "device")}
+        made_of = fingerprint({"flags": flags_of(job.name), **decides})
+        return self.work / f"{job}-{made_of[:8]}"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
@@ -165,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with bench.results.open("a") as file:
             file.write(json.dumps(record) + "\n")
         if not options.keep:
-            shutil.rmtree(bench.work / str(job))
+            shutil.rmtree(bench.folder(job, setup))
     print("\n".join(table(read_results(bench.results, setup))))
     return 1 if failed else 0
 
@@ -221,9 +229,9 @@ def run_job(
     def left() -> float | None:
         return None if limit is None else limit - (time.monotonic() - started)
 
-    folder = bench.work / str(job)
+    folder = bench.folder(job, setup)
     folder.mkdir(parents=True, exist_ok=True)
-    record: dict[str, Any] = {"row": str(job), "setup": dict(setup)}
+    record: dict[str, Any] = {"row": str(job), "setup": dict(setup), "flags": flags_of(job.name)}
     checkpoint = bench.source
     if job.group_size is not None:
         row = ROWS[job.name]
@@ -237,7 +245,7 @@ def run_job(
         )
         if row.calibrated:
             check_calibration(cost, codes, setup["tokens_sha256"])
-        record |= {"flags": row.flags, "cost": asdict(cost), "codes": asdict(codes)}
+        record |= {"cost": asdict(cost), "codes": asdict(codes)}
     record |= _evaluate(bench, checkpoint, folder, left)
     record["row_seconds"] = time.monotonic() - started
     return record
@@ -313,24 +321,35 @@ def _run(command: Sequence[str], device: str, log: Path, limit: float | None) ->
 def expected_seconds(job: Job, done: Mapping[str, Mapping[str, Any]]) -> float:
     """How long a row will take, by those that are done: itself with other groups, or its kind."""
 
-    def name(key: str) -> str:
-        return key.rpartition("-g")[0] or key
+    def is_peer(name: str) -> bool:
+        return name in ROWS and ROWS[name].is_peer
 
-    def is_peer(key: str) -> bool:
-        return name(key) in ROWS and ROWS[name(key)].is_peer
-
-    seconds = {key: float(record["row_seconds"]) for key, record in done.items()}
-    same = [s for key, s in seconds.items() if name(key) == job.name]
-    kind = [s for key, s in seconds.items() if is_peer(key) == is_peer(str(job))]
+    seconds = [(row_name(key), float(record["row_seconds"])) for key, record in done.items()]
+    same = [s for name, s in seconds if name == job.name]
+    kind = [s for name, s in seconds if is_peer(name) == is_peer(job.name)]
     return max(same or kind, default=0.0)
 
 
 def read_results(path: Path, setup: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Finished rows of this setup by name; the last line of a name counts."""
+    """Finished rows of this setup and with today's flags, by name; the last line of each counts."""
     if not path.exists():
         return {}
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    return {record["row"]: record for record in records if record["setup"] == dict(setup)}
+    return {
+        record["row"]: record
+        for record in records
+        if record["setup"] == dict(setup) and record["flags"] == flags_of(row_name(record["row"]))
+    }
+
+
+def row_name(key: str) -> str:
+    """`gptq-g32` -> `gptq`."""
+    return key.rpartition("-g")[0] or key
+
+
+def flags_of(name: str) -> str | None:
+    """The flags of a row; None for the baseline, and for a row that is gone."""
+    return ROWS[name].flags if name in ROWS else None
 
 
 def table(done: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -11,7 +11,16 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from benchmarks import bench_accuracy
-from benchmarks.bench_accuracy import ROWS, Job, expected_seconds, main, read_results, table
+from benchmarks.bench_accuracy import (
+    OURS,
+    ROWS,
+    Job,
+    Row,
+    expected_seconds,
+    main,
+    read_results,
+    table,
+)
 from benchmarks.checks import (
     BenchmarkError,
     Codes,
@@ -74,8 +83,11 @@ def test_finished_rows_are_not_made_again(
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines[2:]] == ["rtn-g32", "llmc-gptq-routed-g32"]
     assert len({line.count("|") for line in lines}) == 1
-    # Another text is another table.
-    assert read_results(bench / "results.jsonl", {"text": "other"}) == {}
+    # Another text is another table, and other flags are another row.
+    path, setup = bench / "results.jsonl", before[0]["setup"]
+    assert read_results(path, setup | {"text": "other"}) == {}
+    monkeypatch.setattr(bench_accuracy, "ROWS", {**ROWS, "rtn": Row(OURS, "--method gptq")})
+    assert list(read_results(path, setup)) == ["llmc-gptq-routed-g32"]
 
 
 def test_a_row_that_will_not_fit_is_not_started(
@@ -97,7 +109,7 @@ def test_expected_seconds_are_those_of_the_row_or_its_kind() -> None:
 
 
 def test_a_checkpoint_that_lacks_an_expert_is_refused(bench: Path, tmp_path: Path) -> None:
-    peer = bench / "work" / "llmc-gptq-routed-g32" / "checkpoint"
+    [peer] = (bench / "work").glob("llmc-gptq-routed-g32-*/checkpoint")
     tensors = load_file(peer / "model.safetensors")
     expert = "model.layers.1.mlp.experts.2."
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(expert)}

@@ -93,7 +93,6 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--experts", choices=["routed", "all"], default="all")
     parser.add_argument("--observer", help="of weights; default: llm-compressor's")
     parser.add_argument("--iterations", type=int, default=200, help="of AutoRound")
-    parser.add_argument("--compile", action="store_true", help="torch.compile AutoRound's loop")
     parser.add_argument(
         "--mappings", choices=["default", "up-down"], default="default", help="what AWQ scales"
     )
@@ -131,10 +130,9 @@ def _recipe(options: argparse.Namespace) -> list[Any]:
     if options.method == "autoround":
         from llmcompressor.modifiers.autoround import AutoRoundModifier
 
+        # Compiling changes what a step costs, not what it computes.
         return [
-            AutoRoundModifier(
-                iters=options.iterations, enable_torch_compile=options.compile, **quantized
-            )
+            AutoRoundModifier(iters=options.iterations, enable_torch_compile=False, **quantized)
         ]
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
