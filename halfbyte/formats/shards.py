@@ -145,15 +145,16 @@ class ShardReader:
     ) -> torch.Tensor:
         """The logical weight, decoded in float32 and cast to `dtype`, on and by `device`.
 
-        Raises `CheckpointError` for values that are not finite and for scales that are not
-        positive, with the first such coordinate: both mean a damaged file.
+        Raises `CheckpointError` for values that are not finite and for FP8 scales that are not
+        positive, with the first such coordinate: both mean a damaged file. INT4 scales may be
+        negative, but not zero: AutoRound and halfbyte turn a group whose largest weight is
+        positive around, since there is a code -8 but no 8.
         """
         # From page-locked memory, that is from reading ahead, the copy runs beside other work.
         parts = {
             key: self.read(info).to(device, non_blocking=True) for key, info in stored.parts.items()
         }
         if "scale" in parts:
-            # A negative scale turns a group around; halfbyte writes such scales, for INT4 only.
             sign: Sign = "nonzero" if stored.encoding == "int4" else "positive"
             require_finite(stored.parts["scale"], parts["scale"], sign)
         if stored.encoding == "fp8":
