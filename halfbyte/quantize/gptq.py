@@ -27,6 +27,8 @@ from halfbyte.errors import CalibrationError
 
 DAMPING_STEPS = (1, 10, 100)
 """Multiples of the damping that are tried in turn until the Hessian factorizes."""
+DIAGONAL = "diagonal"
+"""The fallback of a Hessian that never does: all beside its diagonal is ignored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Factor:
     damping: torch.Tensor
     """float32 [H]: what was added to the diagonal."""
     fallbacks: tuple[str | None, ...]
-    """Per Hessian: None, "damping x10", "damping x100", or "diagonal": all beside it ignored."""
+    """Per Hessian: None, "damping x10", "damping x100", or `DIAGONAL`."""
 
 
 def factorize(hessians: torch.Tensor, dampening: float, *, act_order: bool = True) -> Factor:
@@ -102,7 +104,7 @@ def _cholesky(
 def _with_more_damping(factor: Factor, item: int, hessian: torch.Tensor) -> Factor:
     """The factor with one Hessian, which did not factorize, taken up the ladder."""
     one = slice(item, item + 1)
-    fallback, damping = "diagonal", factor.damping[one]
+    fallback, damping = DIAGONAL, factor.damping[one]
     for step in DAMPING_STEPS[1:]:
         lower, failed = _cholesky(hessian[None], factor.order[one], step * damping)
         if not bool(failed):

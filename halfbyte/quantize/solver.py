@@ -10,7 +10,7 @@ import torch
 from halfbyte.core import QuantizedWeight, Scheme, Settings
 from halfbyte.kernels.reference import dequantize_int4
 from halfbyte.quantize import llmcompressor
-from halfbyte.quantize.gptq import factorize, gptq
+from halfbyte.quantize.gptq import DIAGONAL, factorize, gptq
 from halfbyte.quantize.refine import refine
 from halfbyte.quantize.rtn import round_to_nearest
 from halfbyte.quantize.scales import group_scales
@@ -94,6 +94,9 @@ def solve(
                 weights, codes, plain, hessians, damping, scheme, settings.refine
             )
         fallbacks = list(steps) * (batch // len(steps))
+        for item, step in enumerate(fallbacks):
+            if step == DIAGONAL:  # refinement would descend without end
+                codes[item], scales[item] = rounded[item], plain[item]
     errors = _errors(weights, codes, scales)
     rounding = errors if codes is rounded else _errors(weights, rounded, plain)
     worse: list[list[bool]] = [[False] * len(parts) for _ in range(batch)]
