@@ -257,7 +257,7 @@ def test_scales_and_codes_keep_their_bounds(case: dict[str, Any]) -> None:
     assert scales.dtype == torch.bfloat16
     assert scales.shape == (*weights.shape[:2], scheme.groups(weights.shape[-1]))
     assert float(scales.abs().min()) >= SMALLEST_NORMAL
-    assert case["signed"] and case["search"] == "mse" or float(scales.min()) > 0
+    assert (case["signed"] and case["search"] == "mse") or float(scales.min()) > 0
     codes = round_to_nearest(weights, scales, scheme)
     assert codes.dtype == torch.int8
     assert int(codes.min()) >= scheme.code_min
