@@ -170,10 +170,8 @@ class ExpertInputs:
         self._choice = choice
         self._affinity = affinity
         self._mean: torch.Tensor | None = None
-        tokens = routing.hidden.shape[0]
-        held = torch.arange(
-            HELD_OUT_STRIDE - 1, tokens, HELD_OUT_STRIDE, device=routing.hidden.device
-        )
+        tokens = torch.arange(len(routing.hidden), device=routing.hidden.device)
+        held = tokens[HELD_OUT_STRIDE - 1 :: HELD_OUT_STRIDE]
         self._layer_held = held[evenly(HELD_OUT_TOKENS, len(held), held.device)]
 
     def tokens(self, expert: int) -> int:

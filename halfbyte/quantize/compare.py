@@ -39,10 +39,13 @@ def weight_fault(weight: StoredWeight, reader: ShardReader) -> str | None:
                 continue
             for rows in row_slices(part, SLICE_BYTES):
                 values = reader.read(part, rows).float()
-                good = torch.isfinite(values) & ((values > 0) | (key == "weight"))
+                good = torch.isfinite(values)
+                if key == "scale":
+                    # A negative scale turns a group of INT4 around; of FP8 it is damage.
+                    good &= values != 0 if weight.encoding == "int4" else values > 0
                 if not bool(good.all()):
                     bad = float(values[~good][0])
-                    return f"{part.name} holds {bad}; expected {_expectation(key)}"
+                    return f"{part.name} holds {bad}; expected {_expectation(key, weight)}"
     except CheckpointError as error:
         return str(error)
     return None
@@ -181,5 +184,7 @@ def _is_float(info: TensorInfo) -> bool:
     return info.dtype.startswith(("F", "BF"))
 
 
-def _expectation(key: str) -> str:
-    return "a finite number" if key == "weight" else "a positive finite number"
+def _expectation(key: str, weight: StoredWeight) -> str:
+    if key == "weight":
+        return "a finite number"
+    return f"a {'nonzero' if weight.encoding == 'int4' else 'positive'} finite number"

@@ -27,6 +27,8 @@ from halfbyte.errors import CalibrationError
 
 DAMPING_STEPS = (1, 10, 100)
 """Multiples of the damping that are tried in turn until the Hessian factorizes."""
+DIAGONAL = "diagonal"
+"""The fallback of a Hessian that never does: all beside its diagonal is ignored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Factor:
     damping: torch.Tensor
     """float32 [H]: what was added to the diagonal."""
     fallbacks: tuple[str | None, ...]
-    """Per Hessian: None, "damping x10", "damping x100", or "diagonal": all beside it ignored."""
+    """Per Hessian: None, "damping x10", "damping x100", or `DIAGONAL`."""
 
 
 def factorize(hessians: torch.Tensor, dampening: float, *, act_order: bool = True) -> Factor:
@@ -71,7 +73,8 @@ def factorize(hessians: torch.Tensor, dampening: float, *, act_order: bool = Tru
         order = diagonal.argsort(dim=1, descending=True, stable=True).flip(1)
     else:
         order = torch.arange(columns, device=hessians.device).flip(0).repeat(count, 1)
-    damping = dampening * diagonal.mean(1)
+    # In float64, so that no order of summing shows: it differs with the number of Hessians.
+    damping = dampening * diagonal.mean(1, dtype=torch.float64).float()
     lower, failed = _cholesky(hessians, order, damping)
     factor = Factor(order, lower, diagonal, damping, (None,) * count)
     for item in failed.nonzero().flatten().tolist():
@@ -102,7 +105,7 @@ def _cholesky(
 def _with_more_damping(factor: Factor, item: int, hessian: torch.Tensor) -> Factor:
     """The factor with one Hessian, which did not factorize, taken up the ladder."""
     one = slice(item, item + 1)
-    fallback, damping = "diagonal", factor.damping[one]
+    fallback, damping = DIAGONAL, factor.damping[one]
     for step in DAMPING_STEPS[1:]:
         lower, failed = _cholesky(hessian[None], factor.order[one], step * damping)
         if not bool(failed):

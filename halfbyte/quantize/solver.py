@@ -10,7 +10,7 @@ import torch
 from halfbyte.core import QuantizedWeight, Scheme, Settings
 from halfbyte.kernels.reference import dequantize_int4
 from halfbyte.quantize import llmcompressor
-from halfbyte.quantize.gptq import factorize, gptq
+from halfbyte.quantize.gptq import DIAGONAL, factorize, gptq
 from halfbyte.quantize.refine import refine
 from halfbyte.quantize.rtn import round_to_nearest
 from halfbyte.quantize.scales import group_scales
@@ -94,6 +94,9 @@ def solve(
                 weights, codes, plain, hessians, damping, scheme, settings.refine
             )
         fallbacks = list(steps) * (batch // len(steps))
+        for item, step in enumerate(fallbacks):
+            if step == DIAGONAL:  # refinement would descend without end
+                codes[item], scales[item] = rounded[item], plain[item]
     errors = _errors(weights, codes, scales)
     rounding = errors if codes is rounded else _errors(weights, rounded, plain)
     energy, error, rtn_error = (
@@ -125,14 +128,19 @@ def solve(
                 QuantizedWeight(
                     codes[where],
                     scales[where],
-                    error=error_share,
-                    rtn_error=rtn_share,
-                    weight_error=weight_share,
+                    error=_digits(error_share),
+                    rtn_error=_digits(rtn_share),
+                    weight_error=_digits(weight_share),
                     fallback=HELD_OUT if plainly else fallbacks[item],
                 )
             )
         linears.append(tuple(stack))
     return Solved(codes, scales, tuple(linears))
+
+
+def _digits(number: float) -> float:
+    """Nine digits; those behind them tell the order of summing, which reports must not show."""
+    return float(f"{number:.9g}")
 
 
 def _errors(weights: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -145,13 +153,16 @@ def _energy(rows: torch.Tensor, inputs: Inputs | None) -> torch.Tensor:
     else x H xᵀ, or without any inputs |x|²."""
     if inputs is None:
         return rows.square().sum(-1, dtype=torch.float64)
-    if inputs.held_out is not None:
-        outputs = inputs.held_out @ rows.to(inputs.held_out.dtype).mT
-        return outputs.float().square().sum(1, dtype=torch.float64)
     energy = torch.empty(rows.shape[:2], dtype=torch.float64, device=rows.device)
+    # One by one: a library may add up a batch of products in another order than a single one.
     for item, row in enumerate(rows):
-        hessian = inputs.hessians[item % len(inputs.hessians)]
-        energy[item] = (row @ hessian).mul_(row).sum(-1, dtype=torch.float64)
+        if inputs.held_out is not None:
+            held_out = inputs.held_out[item % len(inputs.held_out)]
+            outputs = held_out @ row.to(held_out.dtype).T
+            energy[item] = outputs.float().square().sum(0, dtype=torch.float64)
+        else:
+            hessian = inputs.hessians[item % len(inputs.hessians)]
+            energy[item] = (row @ hessian).mul_(row).sum(-1, dtype=torch.float64)
     return energy
 
 

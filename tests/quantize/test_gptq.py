@@ -152,13 +152,17 @@ def test_loss_is_below_that_of_plain_rounding(tokens: int) -> None:
 def test_factor_multiplies_back_to_the_damped_matrix_in_its_order() -> None:
     hessian = moments(1, 96, 400)
     factor = factorize(hessian, DAMPENING)
-    order, upper, pivots = factor.order[0], factor.upper[0].double(), factor.pivots[0].double()
+    order, lower = factor.order[0], factor.lower[0].double()
     diagonal = hessian[0].diagonal()
-    assert first_difference(diagonal[order], diagonal.sort(descending=True).values) is None
-    assert first_difference(upper, upper.triu()) is None
-    assert first_difference(upper.diagonal(), torch.ones(96, dtype=torch.float64)) is None
-    damped = hessian[0].double() + DAMPENING * diagonal.double().mean() * torch.eye(96)
-    assert relative_error(upper * pivots[order] @ upper.T, damped[order][:, order]) < 1e-6
+    # The last is rounded first: the column with the most energy.
+    assert first_difference(diagonal[order], diagonal.sort().values) is None
+    assert first_difference(lower, lower.tril()) is None
+    assert bool((lower.diagonal() > 0).all())
+    damping = DAMPENING * float(diagonal.double().mean())
+    assert factor.damping.tolist() == pytest.approx([damping], rel=1e-6)
+    damped = hessian[0].double() + damping * torch.eye(96)
+    assert relative_error(lower @ lower.T, damped[order][:, order]) < 1e-6
+    assert relative_error(factor.pivots[0][order], lower.diagonal().square()) < 1e-6
 
 
 def test_uncorrelated_inputs_are_plainly_rounded() -> None:

@@ -5,23 +5,33 @@ from __future__ import annotations
 import pytest
 import torch
 
-from halfbyte.core import Scheme, Settings
+from halfbyte.core import QuantizedWeight, Scheme, Settings
 from halfbyte.kernels.reference import dequantize_int4
 from halfbyte.quantize.gptq import factorize, gptq
+from halfbyte.quantize.refine import refine
 from halfbyte.quantize.rtn import round_to_nearest
 from halfbyte.quantize.scales import group_scales
-from halfbyte.quantize.solver import solve
+from halfbyte.quantize.solver import HELD_OUT, Inputs, Solved, solve
 from halfbyte.testing.numeric import first_difference
 
 SCHEME = Scheme()
+UNREFINED = Settings(refine=0)
 
 
-def inputs(batch: int = 3, rows: int = 24, columns: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    x = torch.randn(batch, 500, 6, generator=generator) @ torch.randn(
-        batch, 6, columns, generator=generator
-    )
-    x += torch.randn(batch, 500, columns, generator=generator)
+def make_inputs(batch: int, tokens: int, columns: int, seed: int) -> torch.Tensor:
+    """Correlated inputs [B, tokens, K]; what is correlated depends on the seed."""
+    generator = torch.Generator().manual_seed(seed)
+    causes = torch.randn(batch, tokens, 6, generator=generator)
+    mix = torch.randn(batch, 6, columns, generator=generator)
+    return causes @ mix + torch.randn(batch, tokens, columns, generator=generator)
+
+
+def problem(
+    batch: int = 3, rows: int = 24, columns: int = 128
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [B, N, K] and Hessians [B, K, K]."""
+    x = make_inputs(batch, 500, columns, 7)
+    generator = torch.Generator().manual_seed(8)
     weights = torch.randn(batch, rows, columns, generator=generator) / columns**0.5
     return weights, x.mT @ x / 500
 
@@ -29,101 +39,283 @@ def inputs(batch: int = 3, rows: int = 24, columns: int = 128) -> tuple[torch.Te
 def relative_error(
     weight: torch.Tensor, code: torch.Tensor, scale: torch.Tensor, h: torch.Tensor
 ) -> float:
-    w, e, h = weight.double(), (weight - dequantize_int4(code, scale)).double(), h.double()
-    return float(((e @ h) * e).sum() / ((w @ h) * w).sum())
+    """By definition, in float64."""
+    group = weight.shape[1] // scale.shape[1]
+    made = code.double() * scale.double().repeat_interleave(group, dim=1)
+    w, e, h = weight.double(), weight.double() - made, h.double()
+    return float(torch.trace(e @ h @ e.T) / torch.trace(w @ h @ w.T))
+
+
+def only(solved: Solved, item: int) -> QuantizedWeight:
+    (linear,) = solved.linears[item]
+    return linear
+
+
+def fallbacks(solved: Solved) -> list[list[str | None]]:
+    return [[linear.fallback for linear in linears] for linears in solved.linears]
 
 
 def test_gptq_solves_for_scales_weighed_by_its_pivots() -> None:
-    weights, hessians = inputs()
+    weights, hessians = problem()
     factor = factorize(hessians, 0.01)
     scales = group_scales(weights, SCHEME, "mse", factor.pivots)
-    solved = solve(weights, SCHEME, hessians, Settings())
+    solved = solve(weights, SCHEME, Inputs(hessians), UNREFINED)
     assert first_difference(solved.scales, scales) is None
     assert first_difference(solved.codes, gptq(weights, factor, scales, SCHEME)) is None
-    assert solved.fallbacks == (None, None, None)
-    assert (
-        first_difference(solved.dequantized(1), dequantize_int4(solved.codes[1], scales[1])) is None
+    assert fallbacks(solved) == [[None]] * 3
+    expected = dequantize_int4(solved.codes[1], scales[1])
+    assert first_difference(solved.dequantized(1), expected) is None
+
+
+@pytest.mark.parametrize("sweeps", [1, 4])
+def test_refinement_starts_from_gptq(sweeps: int) -> None:
+    weights, hessians = problem()
+    factor = factorize(hessians, 0.01)
+    start = solve(weights, SCHEME, Inputs(hessians), UNREFINED)
+    codes, scales = refine(
+        weights, start.codes, start.scales, hessians, factor.damping, SCHEME, sweeps
     )
+    solved = solve(weights, SCHEME, Inputs(hessians), Settings(refine=sweeps))
+    assert first_difference(solved.codes, codes) is None
+    assert first_difference(solved.scales, scales) is None
+    for item in range(3):
+        assert only(solved, item).error < only(start, item).error
+        assert only(solved, item).rtn_error == only(start, item).rtn_error
 
 
 def test_errors_are_relative_to_the_output_of_each_linear() -> None:
-    """Rows 0-9 and 10-23 as two linears that share an input."""
-    weights, hessians = inputs()
-    solved = solve(weights, SCHEME, hessians, Settings())
-    rounded = round_to_nearest(weights, solved.scales, SCHEME)
-    for start, stop in ((0, 10), (10, 24), (0, 24)):
-        quantized, rtn_error = solved.rows(2, start, stop)
-        part = slice(start, stop)
-        expected = [
-            relative_error(weights[2, part], codes[2, part], solved.scales[2, part], hessians[2])
-            for codes in (solved.codes, rounded)
-        ]
-        assert quantized.error == pytest.approx(expected[0], rel=1e-4)
-        assert rtn_error == pytest.approx(expected[1], rel=1e-4)
-        assert quantized.error < rtn_error
-        assert first_difference(quantized.codes, solved.codes[2, part]) is None
-        assert first_difference(quantized.scales, solved.scales[2, part]) is None
+    """Rows 0-9 and 10-23 as two linears that share an input, and all as one."""
+    weights, hessians = problem()
+    plain = group_scales(weights, SCHEME, "mse", factorize(hessians, 0.01).pivots)
+    rounded = round_to_nearest(weights, plain, SCHEME)
+    for parts in ((10, 14), (24,), ()):
+        solved = solve(weights, SCHEME, Inputs(hessians), Settings(), parts)
+        for item in range(3):
+            start = 0
+            assert len(solved.linears[item]) == max(1, len(parts))
+            for linear, height in zip(solved.linears[item], parts or (24,), strict=True):
+                part = slice(start, start + height)
+                start += height
+                weight, codes, scales = (
+                    weights[item, part],
+                    solved.codes[item, part],
+                    solved.scales[item, part],
+                )
+                assert first_difference(linear.codes, codes) is None
+                assert first_difference(linear.scales, scales) is None
+                ours = relative_error(weight, codes, scales, hessians[item])
+                theirs = relative_error(
+                    weight, rounded[item, part], plain[item, part], hessians[item]
+                )
+                unweighted = relative_error(weight, codes, scales, torch.eye(128))
+                assert linear.error == pytest.approx(ours, rel=1e-4)
+                assert linear.rtn_error == pytest.approx(theirs, rel=1e-4)
+                assert linear.weight_error == pytest.approx(unweighted, rel=1e-4)
+                assert linear.error < linear.rtn_error
 
 
 @pytest.mark.parametrize(("method", "fallback"), [("gptq", "rtn"), ("rtn", None)])
 def test_without_statistics_a_weight_is_rounded_on_its_own(
     method: str, fallback: str | None
 ) -> None:
-    weights, _ = inputs()
+    weights, _ = problem()
     solved = solve(weights, SCHEME, None, Settings(method=method))
     scales = group_scales(weights, SCHEME, "mse")
     assert first_difference(solved.scales, scales) is None
     assert first_difference(solved.codes, round_to_nearest(weights, scales, SCHEME)) is None
-    quantized, rtn_error = solved.rows(0, 0, 24)
+    linear = only(solved, 0)
     expected = relative_error(weights[0], solved.codes[0], scales[0], torch.eye(128))
-    assert quantized.error == rtn_error == pytest.approx(expected, rel=1e-5)
-    assert quantized.fallback == fallback
+    assert linear.error == linear.rtn_error == linear.weight_error
+    assert linear.error == pytest.approx(expected, rel=1e-5)
+    assert linear.fallback == fallback
 
 
 def test_rtn_uses_statistics_only_to_measure() -> None:
-    weights, hessians = inputs()
-    solved = solve(weights, SCHEME, hessians, Settings(method="rtn"))
+    weights, hessians = problem()
+    inputs = Inputs(hessians, make_inputs(3, 9, 128, 1))
+    solved = solve(weights, SCHEME, inputs, Settings(method="rtn"))
     assert first_difference(solved.codes, solve(weights, SCHEME, None, Settings()).codes) is None
-    quantized, rtn_error = solved.rows(1, 0, 24)
+    linear = only(solved, 1)
     expected = relative_error(weights[1], solved.codes[1], solved.scales[1], hessians[1])
-    assert quantized.error == rtn_error == pytest.approx(expected, rel=1e-4)
+    assert linear.error == linear.rtn_error == pytest.approx(expected, rel=1e-4)
+    assert fallbacks(solved) == [[None]] * 3
 
 
 def test_minmax_scales_are_those_of_the_weights_alone() -> None:
-    weights, hessians = inputs()
-    solved = solve(weights, SCHEME, hessians, Settings(scale_search="minmax"))
+    weights, hessians = problem()
+    settings = Settings(scale_search="minmax", refine=0)
+    solved = solve(weights, SCHEME, Inputs(hessians), settings)
     assert first_difference(solved.scales, group_scales(weights, SCHEME, "minmax")) is None
 
 
+@pytest.mark.parametrize("refined", [0, 4])
+def test_scales_are_positive_when_they_must_be(refined: int) -> None:
+    weights, hessians = problem()
+    settings = Settings(signed_scales=False, refine=refined)
+    assert bool((solve(weights, SCHEME, Inputs(hessians), settings).scales > 0).all())
+    assert bool((solve(weights, SCHEME, None, settings).scales > 0).all())
+
+
 def test_one_hessian_serves_all_weights() -> None:
-    weights, hessians = inputs()
-    shared = solve(weights, SCHEME, hessians[:1], Settings())
-    each = solve(weights, SCHEME, hessians[:1].expand(3, -1, -1).contiguous(), Settings())
+    weights, hessians = problem()
+    held = make_inputs(1, 40, 128, 7)
+    one = Inputs(hessians[:1], held)
+    every = Inputs(hessians[:1].repeat(3, 1, 1), held.repeat(3, 1, 1))
+    shared, each = (solve(weights, SCHEME, inputs, Settings()) for inputs in (one, every))
     assert first_difference(shared.codes, each.codes) is None
-    assert len(shared.fallbacks) == 3
-    torch.testing.assert_close(shared.error, each.error)
+    assert first_difference(shared.scales, each.scales) is None
+    assert fallbacks(shared) == fallbacks(each)
+    for item in range(3):
+        assert only(shared, item).error == pytest.approx(only(each, item).error, rel=1e-5)
+
+
+@pytest.mark.parametrize("group_size", [32, 128, None])
+def test_gate_and_up_in_one_stack_are_solved_as_if_apart(group_size: int | None) -> None:
+    scheme = Scheme(group_size=group_size)
+    weights, hessians = problem(2, 48)
+    inputs = Inputs(hessians[:1], make_inputs(1, 40, 128, 7))
+    stack = solve(weights.reshape(1, 96, 128), scheme, inputs, Settings(), (48, 48))
+    for item, linear in enumerate(stack.linears[0]):
+        alone = only(solve(weights[item : item + 1], scheme, inputs, Settings()), 0)
+        assert first_difference(linear.codes, alone.codes) is None
+        assert first_difference(linear.scales, alone.scales) is None
+        assert linear.fallback == alone.fallback
+        assert linear.error == pytest.approx(alone.error, rel=1e-6)
+        assert linear.rtn_error == pytest.approx(alone.rtn_error, rel=1e-6)
+
+
+def test_a_batch_does_not_change_the_results_in_it() -> None:
+    """With held-out inputs of different number, and one that falls back."""
+    weights, hessians = problem(5)
+    hessians[2] = without_factor(128)
+    held = [make_inputs(1, 9 * (item + 1), 128, 7 * item)[0] for item in range(5)]
+    padded = torch.nn.utils.rnn.pad_sequence(held, batch_first=True)
+    solved = solve(weights, SCHEME, Inputs(hessians, padded), Settings(), (10, 14))
+    for item in range(5):
+        one = slice(item, item + 1)
+        alone = solve(
+            weights[one], SCHEME, Inputs(hessians[one], held[item][None]), Settings(), (10, 14)
+        )
+        assert first_difference(solved.codes[one], alone.codes) is None
+        assert first_difference(solved.scales[one], alone.scales) is None
+        for ours, theirs in zip(solved.linears[item], alone.linears[0], strict=True):
+            for name in ("error", "rtn_error", "weight_error", "fallback"):
+                assert getattr(ours, name) == getattr(theirs, name)
+
+
+def without_factor(columns: int) -> torch.Tensor:
+    """A sound diagonal, and correlations above 1: no damping of the ladder makes it positive."""
+    return torch.full((columns, columns), 3.0) - 2 * torch.eye(columns)
 
 
 def test_a_fallback_is_reported_for_its_weight_alone() -> None:
-    weights, hessians = inputs()
-    hessians[1] -= 9 * hessians[1].diagonal().mean() * torch.eye(128)
-    solved = solve(weights, SCHEME, hessians, Settings())
-    assert solved.fallbacks == (None, "diagonal", None)
-    alone = solve(weights[:1], SCHEME, hessians[:1], Settings())
+    """What is reported as "diagonal" is rounded plainly: nothing descends on a bad Hessian."""
+    weights, hessians = problem()
+    hessians[1] = without_factor(128)
+    solved = solve(weights, SCHEME, Inputs(hessians), Settings())
+    assert fallbacks(solved) == [[None], ["diagonal"], [None]]
+    alone = solve(weights[:1], SCHEME, Inputs(hessians[:1]), Settings())
     assert first_difference(solved.codes[:1], alone.codes) is None
+    plain = group_scales(weights, SCHEME, "mse", factorize(hessians, 0.01).pivots)
+    assert first_difference(solved.scales[1], plain[1]) is None
+    rounded = round_to_nearest(weights, plain, SCHEME)
+    assert first_difference(solved.codes[1], rounded[1]) is None
 
 
 def test_a_linear_without_output_has_no_error() -> None:
     weights, hessians = torch.zeros(1, 4, 64), torch.eye(64)[None]
-    quantized, rtn_error = solve(weights, SCHEME, hessians, Settings()).rows(0, 0, 4)
-    assert quantized.error == rtn_error == 0
+    solved = solve(weights, SCHEME, Inputs(hessians), Settings())
+    linear = only(solved, 0)
+    assert linear.error == linear.rtn_error == linear.weight_error == 0
+    assert not bool(solved.codes.any())
 
 
 def test_the_other_engine_solves_the_same_problem() -> None:
     pytest.importorskip("llmcompressor")
-    weights, hessians = inputs()
-    ours = solve(weights, SCHEME, hessians, Settings())
-    theirs = solve(weights, SCHEME, hessians, Settings(engine="llmcompressor"))
+    weights, hessians = problem()
+    ours = solve(weights, SCHEME, Inputs(hessians), UNREFINED)
+    theirs = solve(weights, SCHEME, Inputs(hessians), Settings(engine="llmcompressor"))
     assert first_difference(theirs.scales, ours.scales) is None
     assert float((theirs.codes == ours.codes).float().mean()) > 0.99
-    assert float(theirs.error.sum()) == pytest.approx(float(ours.error.sum()), rel=0.02)
+    sums = [sum(only(solved, item).error for item in range(3)) for solved in (theirs, ours)]
+    assert sums[0] == pytest.approx(sums[1], rel=0.02)
+
+
+# The check on held-out inputs.
+
+
+def output_error(weight: torch.Tensor, made: torch.Tensor, inputs: torch.Tensor) -> float:
+    return float((inputs.double() @ (weight - made).double().T).square().sum())
+
+
+def starved_problem() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weights [2, N, K], Hessians of 12 tokens, held-out inputs like them, and unlike them."""
+    weights, _ = problem(2)
+    seen = make_inputs(1, 400, 128, 7)[0]
+    few = seen[:12]
+    hessian = few.T @ few / 12
+    unlike = torch.randn(1, 60, 128, generator=torch.Generator().manual_seed(5))
+    return weights, hessian[None].repeat(2, 1, 1), few[None] * 1.1, unlike
+
+
+def test_a_result_that_fits_only_what_it_has_seen_gives_way_to_plain_rounding() -> None:
+    """GPTQ on 12 tokens moves errors to where those are silent; held-out ones are not."""
+    weights, hessians, like, unlike = starved_problem()
+    rows = max(like.shape[1], unlike.shape[1])
+    held = torch.zeros(2, rows, 128)
+    held[0, : like.shape[1]], held[1, : unlike.shape[1]] = like[0], unlike[0]
+    free = solve(weights, SCHEME, Inputs(hessians), Settings())
+    solved = solve(weights, SCHEME, Inputs(hessians, held), Settings())
+    assert fallbacks(solved) == [[None], [HELD_OUT]]
+    assert first_difference(solved.codes[0], free.codes[0]) is None
+
+    plain = group_scales(weights, SCHEME, "mse", factorize(hessians, 0.01).pivots)
+    rounded = round_to_nearest(weights, plain, SCHEME)
+    assert first_difference(solved.codes[1], rounded[1]) is None
+    assert first_difference(solved.scales[1], plain[1]) is None
+    linear = only(solved, 1)
+    assert first_difference(linear.codes, rounded[1]) is None
+    assert linear.error == linear.rtn_error
+    expected = relative_error(weights[1], rounded[1], plain[1], hessians[1])
+    assert linear.error == pytest.approx(expected, rel=1e-4)
+    # The choice is the right one in both cases.
+    for item in range(2):
+        errors = [
+            output_error(weights[item], made, held[item])
+            for made in (
+                solved.dequantized(item),
+                free.dequantized(item),
+                dequantize_int4(rounded[item], plain[item]),
+            )
+        ]
+        assert errors[0] == min(errors)
+
+
+def test_the_check_is_made_for_each_linear_of_a_stack() -> None:
+    """Rows on the grid are exact either way, and stay; those beside them are rounded plainly."""
+    weights, hessians, _, unlike = starved_problem()
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(-6, 7, (10, 128), generator=generator)
+    codes[:, ::32] = -7
+    weights[0, :10] = codes / 16
+    inputs = Inputs(hessians[:1], unlike)
+    solved = solve(weights[:1], SCHEME, inputs, Settings(), (10, 14))
+    assert fallbacks(solved) == [[None, HELD_OUT]]
+    assert solved.linears[0][0].error == 0
+    assert torch.equal(solved.dequantized(0)[:10], weights[0, :10])
+
+
+def test_rows_of_zeros_count_for_nothing() -> None:
+    weights, hessians, _, unlike = starved_problem()
+    one = Inputs(hessians, torch.zeros(2, 3, 128))
+    assert fallbacks(solve(weights, SCHEME, one, Settings())) == [[None], [None]]
+    assert fallbacks(solve(weights, SCHEME, Inputs(hessians, unlike), Settings())) == [
+        [HELD_OUT],
+        [HELD_OUT],
+    ]
+
+
+def test_no_held_out_input_at_all_checks_nothing() -> None:
+    weights, hessians, _, _ = starved_problem()
+    solved = solve(weights, SCHEME, Inputs(hessians, torch.zeros(2, 0, 128)), Settings())
+    assert fallbacks(solved) == [[None], [None]]

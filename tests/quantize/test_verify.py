@@ -263,12 +263,32 @@ def test_a_shard_the_report_does_not_know(output: Path) -> None:
 # Values.
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), -float("inf")])
 def test_a_scale_that_is_no_scale(output: Path, value: float) -> None:
     edit_tensor(output, f"{GATE}.weight_scale", set_item((5, 1), value))
     mismatch = only(verify(output))
     assert (mismatch.kind, mismatch.name) == ("value", f"{GATE}.weight")
-    assert f"weight_scale holds {value}; expected a positive finite number" in mismatch.message
+    assert f"weight_scale holds {value}; expected a nonzero finite number" in mismatch.message
+
+
+def test_a_scale_whose_sign_flipped(output: Path, tiny: Path) -> None:
+    """INT4 has scales of either sign, so only the source tells which is right."""
+    assert bool((read(output, f"{GATE}.weight_scale") < 0).any())
+    edit_tensor(output, f"{GATE}.weight_scale", set_item((5, 1), -read_scale(output, (5, 1))))
+    assert verify(output).mismatches == ()
+    mismatch = only(verify(output, tiny))
+    assert mismatch.name == f"{GATE}.weight"
+    assert "codes are not the nearest, first at [5, " in mismatch.message
+
+
+def read_scale(folder: Path, index: tuple[int, ...]) -> float:
+    return float(read(folder, f"{GATE}.weight_scale")[index])
+
+
+def test_a_negative_scale_of_fp8(tiny_copy: Path) -> None:
+    edit_tensor(tiny_copy, f"{GATE}.weight_scale_inv", set_item((0, 0), -1.0), rehash=False)
+    mismatch = only(verify(tiny_copy))
+    assert "weight_scale_inv holds -1.0; expected a positive finite number" in mismatch.message
 
 
 def test_a_plain_weight_that_is_not_finite(output: Path) -> None:
