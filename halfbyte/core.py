@@ -284,6 +284,8 @@ class Placement:
     """Routed experts of a layer that are solved as one batch."""
     state_on_host: bool = False
     """Whether the hidden states between layers stay in host memory while a GPU computes."""
+    experts_on_host: bool = False
+    """Whether quantized experts wait in host memory until the tokens go through them."""
 
 
 @dataclass(frozen=True, slots=True)

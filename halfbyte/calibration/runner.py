@@ -11,6 +11,7 @@ that the layers before (quantized or not) produced.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -84,7 +85,7 @@ class LayerRunner:
         """Room for hidden states [sequences, length, width], where they are to be kept."""
         shape = (sequences, length, width)
         if self._state_on_host:
-            return torch.empty(shape, dtype=self.dtype, pin_memory=True)
+            return page_locked(torch.empty(shape, dtype=self.dtype))
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def norm(self, name: str) -> nn.Module:
@@ -258,6 +259,18 @@ class LayerRunner:
                     weights = {"gate_up": both, "down": stored["down_proj"]}
                     self.add_expert(flat, routing.hidden, dispatch, expert, weights)
         check_finite(state.hidden, f"layer {index}")
+
+
+def page_locked(tensor: torch.Tensor) -> torch.Tensor:
+    """Lock the pages of a large host tensor for as long as it lives, so that a GPU copies faster.
+
+    torch's own page-locked memory comes in powers of two: 13 GB would take 17.
+    """
+    runtime = torch.cuda.cudart()
+    place = tensor.data_ptr()
+    if int(runtime.cudaHostRegister(place, tensor.nbytes, 0)) == 0:
+        weakref.finalize(tensor, runtime.cudaHostUnregister, place)
+    return tensor
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

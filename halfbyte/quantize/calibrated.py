@@ -10,8 +10,8 @@ makes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -124,7 +124,8 @@ class LayerQuantizer:
             plan = planned[module]
             weight = self.runner.read(plan.name, torch.float32)
             stats = inputs.get(input_of(module))
-            solved = self._solve([weight], plan, [stats])
+            known, _ = _collected(1, [stats])
+            solved = self._solve(weight[None], plan, known)
             emit(plan, solved.linears[0][0])
             reports.append(report_of(plan, solved.linears[0][0], stats))
             linear = layer.get_submodule(module.removeprefix(prefix))
@@ -148,33 +149,37 @@ class LayerQuantizer:
         for start in range(0, routing.experts, step):
             chunk = range(start, min(start + step, routing.experts))
             with self.phases("read"):
-                stored = [runner.load_expert(index, expert) for expert in chunk]
+                weights = _stacked([runner.load_expert(index, expert) for expert in chunk])
             stacks: list[dict[str, _Stored]] = [{} for _ in chunk]
             # One scheme for all experts of a layer, gate with up: the recipe guarantees it.
             for stack, leaves in EXPERT_STACKS.items():
-                weights = [torch.cat([own.pop(leaf) for leaf in leaves]) for own in stored]
+                weight = weights.pop(stack)
                 plans = [[planned.get(f"{prefix}{e}.{leaf}") for leaf in leaves] for e in chunk]
                 if plans[0][0] is None:
-                    for own, weight in zip(stacks, weights, strict=True):
-                        own[stack] = weight.to(runner.dtype)
+                    for own, single in zip(stacks, weight, strict=True):
+                        own[stack] = self._kept(single.to(runner.dtype))
                     continue
                 with self.phases("Hessians"):
-                    stats = [
-                        inputs.gate_up(expert)
-                        if stack == "gate_up"
-                        else inputs.down(expert, runner, self._decoded(own["gate_up"]))
-                        for expert, own in zip(chunk, stacks, strict=True)
-                    ]
+                    known, stats = _collected(
+                        len(chunk),
+                        (
+                            inputs.gate_up(expert)
+                            if stack == "gate_up"
+                            else inputs.down(expert, runner, self._decoded(own["gate_up"]))
+                            for expert, own in zip(chunk, stacks, strict=True)
+                        ),
+                    )
                 with self.phases(f"solve {stack}"):
-                    solved = self._solve(weights, plans[0][0], stats, len(leaves))
-                del weights
+                    solved = self._solve(weight, plans[0][0], known, len(leaves))
+                del weight, known
                 with self.phases("write"):
                     for item, own in enumerate(stacks):
                         for plan, linear in zip(plans[item], solved.linears[item], strict=True):
                             assert plan is not None
                             emit(plan, linear)
                             reports.append(report_of(plan, linear, stats[item]))
-                        own[stack] = pack_int4(solved.codes[item]), solved.scales[item]
+                        packed = pack_int4(solved.codes[item])
+                        own[stack] = self._kept(packed), self._kept(solved.scales[item])
             experts += stacks
         with self.phases("experts forward"):
             self._through_experts(routing, experts)
@@ -196,30 +201,69 @@ class LayerQuantizer:
                 hidden[tokens] = part
 
     def _decoded(self, stack: _Stored) -> torch.Tensor:
+        device = self.runner.device
         if isinstance(stack, torch.Tensor):
-            return stack
-        return decode_int4(*stack, self.runner.dtype)
+            return stack.to(device, non_blocking=True)
+        packed, scales = (part.to(device, non_blocking=True) for part in stack)
+        return decode_int4(packed, scales, self.runner.dtype)
+
+    def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor to keep until the tokens come: not a part of a batch that goes."""
+        if not self.placement.experts_on_host:
+            return tensor.clone()
+        kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return kept.copy_(tensor, non_blocking=True)
 
     def _solve(
         self,
-        weights: Sequence[torch.Tensor],
+        weights: torch.Tensor,
         plan: TensorPlan | None,
-        stats: Sequence[InputStats | None],
+        inputs: Inputs | None,
         linears: int = 1,
     ) -> Solved:
-        """Quantize weights, each a stack of so many linears that read the same input."""
+        """Quantize `weights` [B, N, K], each a stack of so many linears that read one input."""
         assert plan is not None
         assert plan.scheme is not None
-        known = [s for s in stats if s is not None]
-        inputs = None
-        if known:
-            held_out = [s.held_out for s in known if s.held_out is not None]
-            inputs = Inputs(
-                torch.stack([s.hessian for s in known]),
-                nn.utils.rnn.pad_sequence(held_out, batch_first=True) if held_out else None,
-            )
-        parts = [weights[0].shape[0] // linears] * linears
-        return solve(torch.stack(list(weights)), plan.scheme, inputs, self.settings, parts)
+        parts = [weights.shape[1] // linears] * linears
+        return solve(weights, plan.scheme, inputs, self.settings, parts)
+
+
+def _stacked(experts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """[experts, rows, columns] of each of `EXPERT_STACKS`. Takes the experts' weights away."""
+    stacks = {}
+    for name, leaves in EXPERT_STACKS.items():
+        rows = sum(experts[0][leaf].shape[0] for leaf in leaves)
+        stack = experts[0][leaves[0]].new_empty(len(experts), rows, experts[0][leaves[0]].shape[1])
+        for weights, own in zip(experts, stack, strict=True):
+            torch.cat([weights.pop(leaf) for leaf in leaves], out=own)
+        stacks[name] = stack
+    return stacks
+
+
+def _collected(
+    count: int, stats: Iterable[InputStats | None]
+) -> tuple[Inputs | None, list[InputStats | None]]:
+    """Statistics of `count` inputs as one batch, and without the matrices, for the report.
+
+    Each Hessian goes to its place in the batch as soon as it is made, so that none exists twice.
+    """
+    hessians: torch.Tensor | None = None
+    held_out: list[torch.Tensor] = []
+    notes: list[InputStats | None] = []
+    for item, own in enumerate(stats):
+        if own is None:
+            notes.append(None)
+            continue
+        if hessians is None:
+            hessians = own.hessian.new_empty(count, *own.hessian.shape)
+        hessians[item] = own.hessian
+        if own.held_out is not None:
+            held_out.append(own.held_out)
+        notes.append(replace(own, hessian=own.hessian.new_empty(0), held_out=None))
+    if hessians is None:
+        return None, notes
+    padded = nn.utils.rnn.pad_sequence(held_out, batch_first=True) if held_out else None
+    return Inputs(hessians, padded), notes
 
 
 _Stored = torch.Tensor | tuple[torch.Tensor, torch.Tensor]

@@ -88,7 +88,7 @@ def estimate_memory(
     plain = max((_plain(layer, settings) for layer in layers), default=0)
     hessians = max((_hessians(layer) for layer in layers), default=0)
     libraries = {"torch and transformers": TORCH + TRANSFORMERS, **stream}
-    hidden = hidden_bytes(settings, model)
+    hidden, waiting = hidden_bytes(settings, model), _quantized_experts(model)
 
     def with_placement(placement: Placement) -> MemoryEstimate:
         state = 0 if placement.state_on_host else hidden
@@ -102,7 +102,7 @@ def estimate_memory(
         experts = {
             "hidden states": state,
             "experts' input": hidden,
-            "quantized experts": _quantized_experts(model),
+            "quantized experts": 0 if placement.experts_on_host else waiting,
             "experts in work": placement.experts_at_once * _expert_bytes(model),
             "activations of an expert": _expert_activations(settings, model),
         }
@@ -116,20 +116,23 @@ def estimate_memory(
             detail = libraries | phase
             host = max(sum(detail.values()), sum(libraries.values()) + conversion)
             return MemoryEstimate(host, 0, detail, placement)
-        states = {"hidden states in host memory": hidden} if placement.state_on_host else {}
-        on_host = libraries | states
+        on_host = libraries | {
+            "hidden states in host memory": hidden if placement.state_on_host else 0,
+            # Small buffers of page-locked memory are rounded up to a power of two.
+            "experts in host memory": waiting * 4 // 3 if placement.experts_on_host else 0,
+        }
         gpu = sum(phase.values())
         return MemoryEstimate(sum(on_host.values()), gpu, on_host | phase, placement)
 
     most = _experts_at_once(model, settings.device)
-    places = (False, True) if on_gpu else (False,)
+    places = ((False, False), (True, False), (True, True)) if on_gpu else ((False, False),)
     return _within(
         budget,
         (
-            with_placement(Placement(count, state_on_host=on_host))
+            with_placement(Placement(count, *on_host))
             for on_host in places
-            # Below a quarter of what is best, moving the states costs less than small batches.
-            for count in range(most, 0 if on_host is places[-1] else most // 4, -1)
+            # Small batches leave a GPU idle: below half of the best, moving data costs less.
+            for count in range(most, 0 if on_host == places[-1] else most // 2, -1)
         ),
     )
 
@@ -216,10 +219,10 @@ def _hessians(layer: Sequence[TensorPlan]) -> int:
 
 
 def _expert_bytes(model: Mapping[str, Any]) -> int:
-    """Float32: the weights as read, stacked, being solved and their errors, and the Hessian of gate
-    and up with its copy in the batch and its factor."""
+    """Float32: the weights, being solved and their errors; the Hessian of gate and up, its half in
+    BF16 and its factor."""
     hidden, inner = config_count(model, "hidden_size"), config_count(model, "moe_intermediate_size")
-    return max(1, 4 * (10 * hidden * inner + 3 * hidden * hidden))
+    return max(1, 4 * (9 * hidden * inner + 5 * hidden * hidden // 2))
 
 
 def _quantized_experts(model: Mapping[str, Any]) -> int:
