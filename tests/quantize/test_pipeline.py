@@ -69,7 +69,7 @@ def test_output_is_complete_and_verifies(
     assert (len(report.linears) > len(experts)) == (recipe == "experts-and-dense")
     if settings.method == "gptq":
         # On held-out tokens, of a model with random weights.
-        assert sum(r.error for r in report.linears) < 0.95 * sum(
+        assert sum(r.error for r in report.linears) < 0.98 * sum(
             r.rtn_error for r in report.linears
         )
         assert {r.rung for r in report.linears} <= {"routed", "blended", "all-tokens"}
