@@ -4,8 +4,10 @@
 
 writes a one-layer checkpoint of random weights into FOLDER (10 GB, once) and runs the whole of
 `quantize run` on it: attention and router forward, Hessians, solve, write, experts forward. The
-phases are timed in a first run, in which the GPU comes to rest around each; the total is that of a
-second run, which is not disturbed. Prints a table and one line of JSON.
+time of the layer is what it takes until its last tensor is handed to the writer, which is when the
+next layer would begin; the total ends with the last byte on the disk. A first run compiles the
+kernels and warms up; the second gives the times; in a third one the GPU comes to rest around every
+phase, to time it. Prints a table and one line of JSON.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from halfbyte.core import Settings
+from halfbyte.core import MemoryBudget, Settings
 from halfbyte.formats.checkpoint import open_checkpoint
+from halfbyte.progress import SilentProgress
 from halfbyte.quantize import pipeline
 from halfbyte.quantize.phases import Phases
 from halfbyte.quantize.plan import make_plan
@@ -42,6 +45,9 @@ def main() -> None:
     parser.add_argument("--sequence-length", type=int, default=2048)
     parser.add_argument("--refine", type=int, default=Settings().refine)
     parser.add_argument("--experts", type=int, default=256, help="fewer for a quick look")
+    parser.add_argument("--output", type=Path, help="where to write [FOLDER/output]")
+    parser.add_argument("--max-gpu-gib", type=float)
+    parser.add_argument("--runs", default="warm-up,total,phases")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     source = arguments.folder / f"source-{arguments.experts}"
@@ -57,20 +63,24 @@ def main() -> None:
     generator = torch.Generator().manual_seed(0)
     shape = (settings.samples, settings.sequence_length)
     tokens = torch.randint(VOCABULARY, shape, generator=generator)
-    plan = make_plan(open_checkpoint(source), load_recipe("glm-5"), settings)
+    limit = arguments.max_gpu_gib
+    budget = MemoryBudget(None if limit is None else int(limit * 2**30))
+    plan = make_plan(open_checkpoint(source), load_recipe("glm-5"), settings, budget)
     result: dict[str, Any] = {
         "plan_gpu_bytes": plan.memory.gpu,
         "plan_host_bytes": plan.memory.host,
     }
-    for name in ("phases", "total"):
+    output = arguments.output or arguments.folder / "output"
+    for name in arguments.runs.split(","):
         phases = Phases(on=name == "phases")
-        output = arguments.folder / "output"
         shutil.rmtree(output, ignore_errors=True)
         if arguments.device != "cpu":
             torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
-        report = pipeline.run(plan, output, tokens=tokens, phases=phases)
+        units = Units()
+        report = pipeline.run(plan, output, tokens=tokens, phases=phases, progress=units)
         result[name] = phases.seconds if phases.on else time.perf_counter() - started
+        result[f"{name} layer"] = units.times[2] - units.times[1]
     result["error"] = sum(linear.error for linear in report.linears) / len(report.linears)
     result["rtn_error"] = sum(linear.rtn_error for linear in report.linears) / len(report.linears)
     result["shards"] = dict(report.shards)
@@ -81,12 +91,26 @@ def main() -> None:
     else:
         result["hardware"] = platform.processor()
     result["torch"] = torch.__version__
-    for name, seconds in result["phases"].items():
+    for name, seconds in result.get("phases", {}).items():
         print(f"{name:24} {seconds:8.3f} s")
     print(f"{'total':24} {result['total']:8.3f} s")
+    print(f"{'layer':24} {result['total layer']:8.3f} s")
     if arguments.json:
         arguments.json.write_text(json.dumps(result))
     print(json.dumps(result))
+
+
+class Units(SilentProgress):
+    """Notes when work began and when each unit was computed and handed to the writer."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def start(self, task: str, total: int, unit: str) -> None:
+        self.times.append(time.perf_counter())
+
+    def advance(self, amount: int) -> None:
+        self.times.append(time.perf_counter())
 
 
 def write_layer(folder: Path, experts: int, device: str) -> None:

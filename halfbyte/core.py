@@ -182,7 +182,7 @@ class Settings:
     scale_search: ScaleSearch = "mse"
     signed_scales: bool = True
     """Whether a scale may be negative, which lets every group use the code -8."""
-    refine: int = 4
+    refine: int = 2
     """Sweeps of coordinate descent over codes and scales after GPTQ; 0 leaves GPTQ's own."""
     expert_hessian: ExpertHessian = "blend"
     """Which tokens a routed expert is calibrated on; see `calibration.inputs`."""
@@ -268,13 +268,35 @@ class ShardLayout:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """Bytes that a run may take at its peak; None sets no limit. It decides where things are kept
+    and how much is done at once, never a byte of the output."""
+
+    gpu: int | None = None
+    host: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How a calibrated run uses memory."""
+
+    experts_at_once: int
+    """Routed experts of a layer that are solved as one batch."""
+    state_on_host: bool = False
+    """Whether the hidden states between layers stay in host memory while a GPU computes."""
+    experts_on_host: bool = False
+    """Whether quantized experts wait in host memory until the tokens go through them."""
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryEstimate:
     """Peak bytes predicted for a run. `gpu` is 0 when the run computes on the CPU."""
 
     host: int
     gpu: int
     detail: Mapping[str, int]
-    """What the peak is made of, by name, in bytes."""
+    """What the peaks are made of, by name, in bytes."""
+    placement: Placement = Placement(1)
 
 
 @dataclass(frozen=True)
@@ -327,7 +349,8 @@ class QuantizedWeight:
     scales: torch.Tensor
     """bfloat16 [N, groups]; the weight is codes * scales, one scale per group of columns."""
     error: float = 0.0
-    """tr(E H Eᵀ) / tr(W H Wᵀ), E = W - Q, H the undamped Hessian; without one, |E|² / |W|²."""
+    """|E x|² / |W x|² over held-out inputs x, E = W - Q; without any, tr(E H Eᵀ) / tr(W H Wᵀ) with
+    the undamped Hessian; without one, |E|² / |W|²."""
     rtn_error: float = 0.0
     """The same for plain rounding with the scales that the search found."""
     weight_error: float = 0.0

@@ -68,19 +68,20 @@ def second_moment(inputs: torch.Tensor) -> torch.Tensor:
     total = inputs.new_zeros(columns, columns, dtype=torch.float32)
     # In slices: an expert that most tokens reach has as many rows as the calibration text.
     for rows in inputs.reshape(-1, columns).split(MOMENT_TOKENS[inputs.device.type]):
-        if inputs.is_cuda and rows.dtype == torch.bfloat16:
-            _add_second_moment(total, rows)
-        else:
-            rows = rows.float()
-            total.addmm_(rows.T, rows)
+        add_second_moment(total, rows)
     return total
 
 
-def _add_second_moment(total: torch.Tensor, rows: torch.Tensor) -> None:
-    """total += rowsᵀ rows for BF16 on the GPU: the lower half by quarters, the upper mirrored.
+def add_second_moment(total: torch.Tensor, rows: torch.Tensor) -> None:
+    """total [K, K] += rowsᵀ rows, in float32.
 
-    Products of BF16 are exact in float32, which is what matrix units sum them in.
+    Products of BF16 are exact in float32, which is what a GPU's matrix units sum them in; there the
+    lower half is computed by quarters and mirrored.
     """
+    if not (rows.is_cuda and rows.dtype == torch.bfloat16):
+        rows = rows.float()
+        total.addmm_(rows.T, rows)
+        return
     step = max(256, rows.shape[1] // 4)
     for start in range(0, rows.shape[1], step):
         part = rows[:, start : start + step]
@@ -179,9 +180,7 @@ class ExpertInputs:
 
     def gate_up(self, expert: int) -> InputStats | None:
         """Of the hidden states that gate and up read; None when the layer saw no token."""
-        own = self._hidden[self._own.rows(expert)]
-        held = self._hidden[self._held_rows(expert)]
-        return self._stats(expert, own, held, self._layer_mean)
+        return self._stats(expert, lambda rows: self._hidden[rows], self._layer_mean)
 
     def down(self, expert: int, runner: LayerRunner, gate_up: torch.Tensor) -> InputStats | None:
         """Of the vectors that down reads behind `gate_up` [2 I, H], gate and up as quantized."""
@@ -193,24 +192,24 @@ class ExpertInputs:
             sample = inner(self._sample(SAMPLE * gate_up.shape[0] // 2))
             return second_moment(sample) / max(1, len(sample))
 
-        own = inner(self._own.rows(expert))
-        return self._stats(expert, own, inner(self._held_rows(expert)), mean)
+        return self._stats(expert, inner, mean)
 
     def _stats(
         self,
         expert: int,
-        own: torch.Tensor,
-        held: torch.Tensor,
+        inputs_of: Callable[[torch.Tensor], torch.Tensor],
         layer_mean: Callable[[], torch.Tensor],
     ) -> InputStats | None:
+        """`inputs_of` gives the input vectors [n, K] of some tokens of the layer."""
         if not len(self._hidden):
             return None
-        count, features = own.shape
+        held = inputs_of(self._held_rows(expert))
+        count, features = self._own.tokens(expert), held.shape[1]
         alone = self._choice == "all" or not count
         if alone:
             total, weight = layer_mean().clone(), 1
         else:
-            total, weight = second_moment(self._weighted(expert, own)), count
+            total, weight = self._own_moment(expert, inputs_of, features), count
             if self._choice == "blend":
                 total.add_(layer_mean(), alpha=BLEND * features)
                 weight += BLEND * features
@@ -218,11 +217,23 @@ class ExpertInputs:
         stats = InputStats(total.div_(weight), self.tokens(expert), rung, held)
         return checked(stats, f"expert {expert} of {self._layer}")
 
-    def _weighted(self, expert: int, own: torch.Tensor) -> torch.Tensor:
-        if not self._affinity:
-            return own
-        weight = self._own.weight(expert)
-        return own * (weight / weight.square().mean().sqrt()).to(own.dtype)
+    def _own_moment(
+        self, expert: int, inputs_of: Callable[[torch.Tensor], torch.Tensor], features: int
+    ) -> torch.Tensor:
+        """Sum of x xᵀ over an expert's tokens, a slice of them at a time."""
+        rows = self._own.rows(expert)
+        total = torch.zeros(features, features, device=rows.device)
+        step = MOMENT_TOKENS[rows.device.type]
+        weights: Sequence[torch.Tensor | None] = [None] * -(-len(rows) // step)
+        if self._affinity:
+            weight = self._own.weight(expert)
+            weights = (weight / weight.square().mean().sqrt()).split(step)
+        for part, weight_of_part in zip(rows.split(step), weights, strict=True):
+            inputs = inputs_of(part)
+            if weight_of_part is not None:
+                inputs = inputs * weight_of_part.to(inputs.dtype)
+            add_second_moment(total, inputs)
+        return total
 
     def _held_rows(self, expert: int) -> torch.Tensor:
         rows = self._held.rows(expert)

@@ -28,10 +28,10 @@ def mtp_input(
     enorm, hnorm = runner.norm(name + "enorm.weight"), runner.norm(name + "hnorm.weight")
     final_norm = runner.norm("model.norm.weight") if depth == 0 else torch.nn.Identity()
     count, length = state.hidden.shape[0], state.hidden.shape[1] - 1
-    out = state.hidden.new_empty(count, length, state.hidden.shape[2])
+    out = runner.new_hidden(count, length, state.hidden.shape[2])
     for rows in batches(count, length):
         following = tokens[rows, depth + 1 : depth + 1 + length].to(runner.device)
         embedded = torch.nn.functional.embedding(following, table)
-        hidden = final_norm(state.hidden[rows, :length])
+        hidden = final_norm(state.hidden[rows, :length].to(runner.device))
         out[rows] = torch.cat([enorm(embedded), hnorm(hidden)], -1) @ eh_proj.T
     return State(out)

@@ -6,23 +6,29 @@ import os
 import re
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from halfbyte.commands.options import (
+    Affinity,
     Device,
     Dtype,
     EngineName,
+    ExpertHessianName,
     GroupSize,
     GroupSizeName,
     Json,
+    MaxGpuMemory,
+    MaxHostMemory,
     MethodName,
     Quiet,
     RecipeName,
+    Refine,
     Samples,
     Seed,
     SequenceLength,
+    SignedScales,
     Source,
     Verbose,
     open_console,
@@ -32,7 +38,7 @@ from halfbyte.errors import UsageError
 
 if TYPE_CHECKING:
     from halfbyte.console import Console
-    from halfbyte.core import Plan, Settings
+    from halfbyte.core import MemoryBudget, Plan, Settings
 
 
 def run(
@@ -52,8 +58,14 @@ def run(
     ] = None,
     samples: Samples = 256,
     sequence_length: SequenceLength = 2048,
+    refine: Refine = 2,
+    expert_hessian: ExpertHessianName = "blend",
+    affinity: Affinity = False,
+    signed_scales: SignedScales = True,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    max_gpu_memory: MaxGpuMemory = None,
+    max_host_memory: MaxHostMemory = None,
     seed: Seed = 0,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with an interrupted run in the output folder.")
@@ -69,6 +81,7 @@ def run(
     verbose: Verbose = False,
 ) -> None:
     """Quantize a checkpoint. What `quantize SOURCE` runs."""
+    from halfbyte.core import MemoryBudget
     from halfbyte.models import resolve
 
     console = open_console(json, quiet, verbose)
@@ -78,17 +91,29 @@ def run(
     if not dry_run:
         _require_text(method, calibration, f"quantize {shlex.quote(source)} --to {to}")
     settings = _settings(
-        method, engine, samples, sequence_length, device, dtype, seed, planning=dry_run
+        device,
+        dtype,
+        planning=dry_run,
+        method=method,
+        engine=engine,
+        samples=samples,
+        sequence_length=sequence_length,
+        refine=refine,
+        expert_hessian=expert_hessian,
+        affinity=affinity,
+        signed_scales=signed_scales,
+        seed=seed,
     )
+    budget = MemoryBudget(max_gpu_memory, max_host_memory)
     if dry_run:
-        _show_plan(console, _plan(path, recipe, group_size, settings))
+        _show_plan(console, _plan(path, recipe, group_size, settings, budget))
         return
     from halfbyte.calibration.data import token_windows
     from halfbyte.commands import tables
     from halfbyte.quantize import pipeline
 
     # The plan comes first: it refuses in seconds what tokenizing a long text would only delay.
-    plan = _plan(path, recipe, group_size, settings)
+    plan = _plan(path, recipe, group_size, settings, budget)
     tokens = None
     if calibration is not None:
         tokens = token_windows(calibration, path, samples, sequence_length, seed)
@@ -115,20 +140,38 @@ def plan(
     group_size: GroupSize = None,
     samples: Samples = 256,
     sequence_length: SequenceLength = 2048,
+    refine: Refine = 2,
+    expert_hessian: ExpertHessianName = "blend",
+    affinity: Affinity = False,
+    signed_scales: SignedScales = True,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    max_gpu_memory: MaxGpuMemory = None,
+    max_host_memory: MaxHostMemory = None,
     json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
     """Show what a run would do, reading nothing but headers."""
+    from halfbyte.core import MemoryBudget
     from halfbyte.models import resolve
 
     settings = _settings(
-        method, engine, samples, sequence_length, device, dtype, seed=0, planning=True
+        device,
+        dtype,
+        planning=True,
+        method=method,
+        engine=engine,
+        samples=samples,
+        sequence_length=sequence_length,
+        refine=refine,
+        expert_hessian=expert_hessian,
+        affinity=affinity,
+        signed_scales=signed_scales,
     )
     console = open_console(json, quiet, verbose)
-    _show_plan(console, _plan(resolve(source), recipe, group_size, settings))
+    budget = MemoryBudget(max_gpu_memory, max_host_memory)
+    _show_plan(console, _plan(resolve(source), recipe, group_size, settings, budget))
 
 
 def default_output(source: Path) -> Path:
@@ -151,38 +194,28 @@ def _require_text(method: str, calibration: Path | None, command: str) -> None:
         raise UsageError("--method rtn uses no text", hint="drop --calibration or --method rtn")
 
 
-def _settings(
-    method: Literal["gptq", "rtn"],
-    engine: Literal["halfbyte", "llmcompressor"],
-    samples: int,
-    sequence_length: int,
-    device: str,
-    dtype: str,
-    seed: int,
-    *,
-    planning: bool,
-) -> Settings:
+def _settings(device: str, dtype: str, *, planning: bool, **choices: Any) -> Settings:
     """The settings of a run; `planning` asks for a device without importing torch."""
     from halfbyte.core import Settings
     from halfbyte.devices import cpu_threads, expected_device, resolve_device, resolve_dtype
 
-    if engine == "llmcompressor" and method == "rtn":
+    if choices["engine"] == "llmcompressor" and choices["method"] == "rtn":
         raise UsageError("--engine llmcompressor solves gptq only", hint="drop --method rtn")
     device = expected_device(device) if planning else resolve_device(device)
     return Settings(
-        method=method,
-        engine=engine,
-        samples=samples,
-        sequence_length=sequence_length,
+        **choices,
         dtype=resolve_dtype(dtype, device),
         device=device,
         threads=None if planning else cpu_threads(device),
-        seed=seed,
     )
 
 
 def _plan(
-    path: Path, recipe: str | None, group_size: GroupSizeName | None, settings: Settings
+    path: Path,
+    recipe: str | None,
+    group_size: GroupSizeName | None,
+    settings: Settings,
+    budget: MemoryBudget,
 ) -> Plan:
     from halfbyte.formats.checkpoint import open_checkpoint
     from halfbyte.models import recipe_for
@@ -191,7 +224,8 @@ def _plan(
 
     checkpoint = open_checkpoint(path)
     name = recipe or recipe_for(checkpoint)
-    return make_plan(checkpoint, load_recipe(name, group_size=_columns(group_size)), settings)
+    chosen = load_recipe(name, group_size=_columns(group_size))
+    return make_plan(checkpoint, chosen, settings, budget)
 
 
 def _columns(group_size: GroupSizeName | None) -> int | Literal["channel"] | None:

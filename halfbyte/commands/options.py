@@ -36,6 +36,31 @@ GroupSize = Annotated[
     GroupSizeName | None,
     typer.Option("--group-size", help="Columns that share a scale. [default: the recipe's]"),
 ]
+Refine = Annotated[
+    int,
+    typer.Option(
+        "--refine", min=0, max=100, help="Sweeps over codes and scales after GPTQ; 0 for none."
+    ),
+]
+ExpertHessianName = Annotated[
+    Literal["routed", "blend", "all"],
+    typer.Option(
+        "--expert-hessian",
+        help="What an expert is calibrated on: the tokens routed to it, all of the layer's, or a"
+        " blend of both.",
+    ),
+]
+Affinity = Annotated[
+    bool,
+    typer.Option("--affinity", help="Count an expert's tokens by the square of their weight."),
+]
+SignedScales = Annotated[
+    bool,
+    typer.Option(
+        "--signed-scales/--positive-scales",
+        help="Whether scales may be negative, which lets all groups use the code -8.",
+    ),
+]
 Samples = Annotated[int, typer.Option("--samples", min=1, help="Calibration windows.")]
 SequenceLength = Annotated[
     int, typer.Option("--sequence-length", min=1, help="Tokens of each window.")
@@ -52,6 +77,32 @@ Dtype = Annotated[
 ]
 Seed = Annotated[
     int, typer.Option("--seed", min=0, max=2**63 - 1, help="Chooses the calibration windows.")
+]
+
+
+def _parse_size(value: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B)?", value.strip(), flags=re.IGNORECASE)
+    if match is None:
+        raise typer.BadParameter(f"{value!r} is not a size; write 24GiB, 80GB or bytes")
+    unit = (match[2] or "").upper()
+    step = 1024 if "I" in unit else 1000
+    return int(float(match[1]) * step ** "KMGT".index(unit[0]) * step if unit else float(match[1]))
+
+
+MaxGpuMemory = Annotated[
+    int | None,
+    typer.Option(
+        "--max-gpu-memory",
+        metavar="SIZE",
+        parser=_parse_size,
+        help="Keep GPU memory below this, as 24GiB: fewer experts at once, states on the host.",
+    ),
+]
+MaxHostMemory = Annotated[
+    int | None,
+    typer.Option(
+        "--max-host-memory", metavar="SIZE", parser=_parse_size, help="The same for the host."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print nothing but the result's path.")]

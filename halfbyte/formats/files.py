@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
+from concurrent.futures import Executor
 from pathlib import Path
 
 CHUNK = 8 << 20
+WRITEBACK = 32 << 20
+"""Bytes after which the disk is told to begin writing what the page cache holds."""
+WORTH_A_THREAD = 1 << 20
+"""Bytes that take longer to hash than handing them to another thread does."""
 
 
 def sync_folder(folder: Path) -> None:
@@ -54,6 +60,12 @@ class PrefixHash:
         self._hash = hashlib.sha256()
         self.length = 0
 
+    def feed(self, begin: int, data: memoryview) -> None:
+        """Hash bytes that are about to be written, if they are the next ones."""
+        if begin == self.length:
+            self._hash.update(data)
+            self.length += len(data)
+
     def extend(self, descriptor: int, end: int) -> str:
         """Hash the bytes from where we stand up to `end`; the digest of the whole prefix."""
         while self.length < end:
@@ -63,3 +75,61 @@ class PrefixHash:
             self._hash.update(chunk)
             self.length += len(chunk)
         return self._hash.hexdigest()
+
+
+class GrowingFile:
+    """A file of known size that is written in pieces and hashed from the start on the way.
+
+    Pieces that come in the order of the file are hashed, large ones by `hasher` while we write
+    them; what came in another order is read again, from the page cache as a rule, when it is made
+    durable. Raises OSError.
+    """
+
+    def __init__(
+        self, path: Path, header: bytes, nbytes: int, prefix: PrefixHash, hasher: Executor
+    ) -> None:
+        self._prefix = prefix
+        self._hasher = hasher
+        self._unsent = 0
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            os.ftruncate(self._descriptor, nbytes)
+            self.write(0, memoryview(header))
+            sync_folder(path.parent)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def write(self, begin: int, data: memoryview) -> None:
+        """Put bytes at their place, each place once."""
+        hashed = None
+        if len(data) >= WORTH_A_THREAD:
+            hashed = self._hasher.submit(self._prefix.feed, begin, data)
+        else:
+            self._prefix.feed(begin, data)
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._descriptor, data[done:], begin + done)
+        self._unsent += len(data)
+        if self._unsent >= WRITEBACK:
+            start_writeback(self._descriptor)
+            self._unsent = 0
+        if hashed is not None:
+            hashed.result()
+
+    def sync(self, end: int) -> str:
+        """Make the file durable; SHA-256 of its first `end` bytes, which must be written."""
+        os.fsync(self._descriptor)
+        return self._prefix.extend(self._descriptor, end)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def start_writeback(descriptor: int) -> None:
+    """Let the disk begin with what was written, so that a later fsync has little to wait for.
+
+    Only a hint, so what a file system says to it does not matter.
+    """
+    if (call := getattr(ctypes.CDLL(None), "sync_file_range", None)) is not None:
+        call(descriptor, ctypes.c_int64(0), ctypes.c_int64(0), ctypes.c_uint(2))

@@ -50,7 +50,8 @@ def output_tensors(name: str, shape: tuple[int, ...], scheme: Scheme) -> tuple[O
 
 
 def pack(name: str, quantized: QuantizedWeight, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """The stored tensors of weight `name`, keyed by their full names, on the codes' device.
+    """The stored tensors of weight `name`, keyed by their full names: packed codes and scales on
+    the codes' device, the shape on the CPU.
 
     Raises `ValueError` when the codes do not have `shape` or leave -8..7: a wrapped code would
     be a silent error of half the range.
@@ -69,7 +70,7 @@ def pack(name: str, quantized: QuantizedWeight, shape: tuple[int, ...]) -> dict[
     return {
         f"{module}.weight_packed": pack_int4(codes),
         f"{module}.weight_scale": scales.contiguous(),
-        f"{module}.weight_shape": torch.tensor(shape, dtype=torch.int64, device=codes.device),
+        f"{module}.weight_shape": torch.tensor(shape, dtype=torch.int64),
     }
 
 

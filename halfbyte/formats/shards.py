@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from threading import Lock
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 import torch
 
 from halfbyte.core import Checkpoint, StoredWeight, TensorInfo
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import int4
+from halfbyte.formats.budgets import PIECE, READ_AHEAD, budget
+from halfbyte.formats.readahead import ByteRange, ReadAhead
 from halfbyte.kernels.reference import dequantize_fp8, dequantize_int4
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -58,11 +62,19 @@ class _OpenShard:
             os.close(self.fd)
 
 
+class Request(NamedTuple):
+    """What `ShardReader.read` is given: a stored tensor, or its rows [begin, end)."""
+
+    info: TensorInfo
+    rows: tuple[int, int] | None = None
+
+
 class ShardReader:
     """Reads the tensors of a checkpoint. Safe to use from several threads; a context manager."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
+        self._ahead: ReadAhead | None = None
         self._open: OrderedDict[str, _OpenShard] = OrderedDict()
         self._lock = Lock()
 
@@ -82,28 +94,47 @@ class ShardReader:
         with self._lock:
             self._open.clear()
 
+    @contextmanager
+    def read_ahead(self, order: Iterable[Request], device: str) -> Iterator[None]:
+        """For a while, read beforehand what will be asked for, for use by `device`.
+
+        `order` says what and in which order; see `ReadAhead` for those who depart from it. Whole
+        weights are the requests of their parts.
+        """
+        pinned = device.startswith("cuda")
+        if pinned:
+            torch.empty(1, device=device)  # or threads would begin to use another GPU
+        ahead = ReadAhead(
+            self._fill,
+            (byte_range(*request) for request in order),
+            budget=budget(READ_AHEAD, device),
+            pinned=pinned,
+        )
+        self._ahead = ahead
+        try:
+            yield
+        finally:
+            self._ahead = None
+            ahead.close()
+
     def read(self, info: TensorInfo, rows: tuple[int, int] | None = None) -> torch.Tensor:
         """The stored tensor, or its rows [begin, end), in its stored dtype, on the CPU.
 
         Raises `CheckpointError` naming tensor, shard and byte range when the bytes cannot be had.
         """
-        shape, begin, end = info.shape, info.begin, info.end
-        if rows is not None:
-            if not shape or not 0 <= rows[0] <= rows[1] <= shape[0]:
-                raise ValueError(f"rows {rows} are not within {info.name} of shape {list(shape)}")
-            row_bytes = info.nbytes // shape[0] if shape[0] else 0
-            begin, end = begin + rows[0] * row_bytes, begin + rows[1] * row_bytes
-            shape = (rows[1] - rows[0], *shape[1:])
-        data = torch.empty(end - begin, dtype=torch.uint8)
-        try:
-            shard = self._shard(info.shard)
-            _fill(data.numpy().data, shard.fd, begin)
-        except (OSError, EOFError) as error:
-            raise CheckpointError(
-                f"cannot read {info.name}, bytes {begin}..{end} of "
-                f"{self.checkpoint.path / info.shard}: {error}",
-                hint="the shard changed or is damaged; download it again",
-            ) from error
+        wanted = byte_range(info, rows)
+        data = self._ahead.take(wanted) if self._ahead is not None else None
+        if data is None:
+            data = torch.empty(wanted.end - wanted.begin, dtype=torch.uint8)
+            try:
+                self._fill(wanted, data.numpy().data)
+            except (OSError, EOFError) as error:
+                raise CheckpointError(
+                    f"cannot read {info.name}, bytes {wanted.begin}..{wanted.end} of "
+                    f"{self.checkpoint.path / info.shard}: {error}",
+                    hint="the shard changed or is damaged; download it again",
+                ) from error
+        shape = info.shape if rows is None else (rows[1] - rows[0], *info.shape[1:])
         return data.view(TORCH_DTYPES[info.dtype]).reshape(shape)
 
     def read_weight(
@@ -114,12 +145,16 @@ class ShardReader:
     ) -> torch.Tensor:
         """The logical weight, decoded in float32 and cast to `dtype`, on and by `device`.
 
-        Raises `CheckpointError` for values that are not finite and for scales that are not
-        positive, with the first such coordinate: both mean a damaged file.
+        Raises `CheckpointError` for values that are not finite and for FP8 scales that are not
+        positive, with the first such coordinate: both mean a damaged file. INT4 scales may be
+        negative, but not zero: AutoRound and halfbyte turn a group whose largest weight is
+        positive around, since there is a code -8 but no 8.
         """
-        parts = {key: self.read(info).to(device) for key, info in stored.parts.items()}
+        # From page-locked memory, that is from reading ahead, the copy runs beside other work.
+        parts = {
+            key: self.read(info).to(device, non_blocking=True) for key, info in stored.parts.items()
+        }
         if "scale" in parts:
-            # A negative scale turns a group around; halfbyte writes such scales, for INT4 only.
             sign: Sign = "nonzero" if stored.encoding == "int4" else "positive"
             require_finite(stored.parts["scale"], parts["scale"], sign)
         if stored.encoding == "fp8":
@@ -140,6 +175,10 @@ class ShardReader:
         require_finite(next(iter(stored.parts.values())), weight)
         return weight
 
+    def _fill(self, wanted: ByteRange, buffer: memoryview) -> None:
+        shard = self._shard(wanted.shard)  # held, so that it stays open
+        _fill(buffer, shard.fd, wanted.begin)
+
     def _shard(self, name: str) -> _OpenShard:
         with self._lock:
             shard = self._open.pop(name, None)
@@ -154,6 +193,27 @@ class ShardReader:
             return shard
 
 
+def byte_range(info: TensorInfo, rows: tuple[int, int] | None = None) -> ByteRange:
+    """Where a tensor, or its rows [begin, end), lie in its shard. Raises ValueError for rows that
+    it does not have."""
+    if rows is None:
+        return ByteRange(info.shard, info.begin, info.end)
+    if not info.shape or not 0 <= rows[0] <= rows[1] <= info.shape[0]:
+        raise ValueError(f"rows {rows} are not within {info.name} of shape {list(info.shape)}")
+    row = info.nbytes // info.shape[0] if info.shape[0] else 0
+    return ByteRange(info.shard, info.begin + rows[0] * row, info.begin + rows[1] * row)
+
+
+def row_slices(info: TensorInfo, nbytes: int = PIECE) -> Iterator[tuple[int, int] | None]:
+    """Ranges of rows of about `nbytes`; None is the whole of a small tensor."""
+    if info.nbytes <= nbytes or not info.shape:
+        yield None
+        return
+    step = max(1, nbytes * info.shape[0] // info.nbytes)
+    for start in range(0, info.shape[0], step):
+        yield start, min(start + step, info.shape[0])
+
+
 def _fill(buffer: memoryview, fd: int, offset: int) -> None:
     """Fill `buffer` from `offset`; the kernel returns at most 2 GiB a call."""
     done = 0
@@ -164,8 +224,11 @@ def _fill(buffer: memoryview, fd: int, offset: int) -> None:
         done += count
 
 
-def require_finite(info: TensorInfo, values: torch.Tensor, sign: Sign = "any") -> None:
-    """Raise unless all values are finite, and positive or at least not zero where asked."""
+def require_finite(
+    info: TensorInfo, values: torch.Tensor, sign: Sign = "any", *, first_row: int = 0
+) -> None:
+    """Raise unless all values, rows from `first_row` on, are finite, and positive or at least not
+    zero where asked."""
     if not values.numel():
         return
     # The extremes carry NaN and infinity, and need no memory of the size of the tensor.
@@ -181,7 +244,10 @@ def require_finite(info: TensorInfo, values: torch.Tensor, sign: Sign = "any") -
     if sign != "any":
         bad |= values <= 0 if sign == "positive" else values == 0
     where = [int(i) for i in bad.nonzero()[0]]
+    value = float(values[tuple(where)])
+    if where:
+        where[0] += first_row
     raise CheckpointError(
-        f"{info.name} in {info.shard} decodes to {float(values[tuple(where)])} at {where}",
+        f"{info.name} in {info.shard} decodes to {value} at {where}",
         hint="the shard is damaged; download it again",
     )

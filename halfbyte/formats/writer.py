@@ -4,6 +4,10 @@ The plan fixes names, dtypes and shapes of all outputs, so a shard's header and 
 before any weight is read, and a tensor goes to its place as soon as it is ready: memory never
 holds a shard. A shard grows under the name `<file>.partial` and is renamed when its last unit is
 committed. The index and `config.json` come last: an unfinished folder cannot be loaded as a model.
+
+Files are written, hashed and made durable by one thread in the order of the calls, while the
+caller computes what comes next. So a commit is a promise that is kept later; only `commits`,
+`shard_hashes` and `finish` wait for it. What fails there is raised by the next call.
 """
 
 from __future__ import annotations
@@ -12,14 +16,14 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.core import DTYPE_BYTES, OutputTensor, Plan, ShardLayout, Unit
+from halfbyte.core import OutputTensor, Plan, ShardLayout, Unit
 from halfbyte.errors import OutputError, ResumeError
-from halfbyte.formats.files import PrefixHash, copy_atomic, sync_folder, write_atomic
+from halfbyte.formats.budgets import WRITE_BEHIND, budget
+from halfbyte.formats.files import copy_atomic, sync_folder, write_atomic
 from halfbyte.formats.folder import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -28,54 +32,11 @@ from halfbyte.formats.folder import (
     WORK_FOLDER,
 )
 from halfbyte.formats.journal import Commit, Journal, identity_difference
+from halfbyte.formats.layout import file_layout
+from halfbyte.formats.writebehind import Target, WriteBehind, dtype_name, explained
 
 if TYPE_CHECKING:
     import torch
-
-
-def lay_out_shards(outputs: Sequence[OutputTensor], max_bytes: int) -> tuple[ShardLayout, ...]:
-    """Cut tensors, in the order given, into shards of at most `max_bytes` of data.
-
-    A tensor larger than that gets a shard of its own. A tensor whose place would not be a multiple
-    of its element size starts a new shard, since readers map the file and view it as its dtype.
-    """
-    groups: list[list[OutputTensor]] = []
-    filled = max_bytes
-    for output in outputs:
-        if filled + output.nbytes > max_bytes or filled % DTYPE_BYTES[output.dtype]:
-            groups.append([])
-            filled = 0
-        groups[-1].append(output)
-        filled += output.nbytes
-    return tuple(
-        _layout(f"model-{i:05d}-of-{len(groups):05d}.safetensors", group)
-        for i, group in enumerate(groups, 1)
-    )
-
-
-def _layout(file: str, outputs: Sequence[OutputTensor]) -> ShardLayout:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for output in outputs:
-        begin, end = end, end + output.nbytes
-        entries[output.name] = {
-            "dtype": output.dtype,
-            "shape": list(output.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # data starts 8-aligned, as the safetensors library pads
-    header = len(text).to_bytes(8, "little") + text
-    return ShardLayout(
-        file=file,
-        header=header,
-        offsets={
-            name: (len(header) + e["data_offsets"][0], len(header) + e["data_offsets"][1])
-            for name, e in entries.items()
-            if name != "__metadata__"
-        },
-        nbytes=len(header) + end,
-    )
 
 
 class CheckpointWriter:
@@ -83,6 +44,7 @@ class CheckpointWriter:
 
     `identity` names all that a resumed run must share with the run it goes on from.
     Raises ResumeError when an existing journal differs from it, and names the difference.
+    Tensors belong to the writer from the call on: nobody may change them any more.
     """
 
     def __init__(self, folder: Path, plan: Plan, identity: Mapping[str, Any]) -> None:
@@ -94,15 +56,20 @@ class CheckpointWriter:
             for name, (begin, end) in shard.offsets.items()
         }
         self._outputs = {o.name: o for t in plan.tensors for o in t.outputs}
-        self._written: set[str] = set()
-        self._hashes = {shard.file: PrefixHash() for shard in plan.shards}
-        self._descriptors: dict[str, int] = {}
+        self._rows: dict[str, int] = {}
+        """Output tensor of the unit in work -> rows written; a scalar counts as one."""
+        self._targets = {
+            shard.file: Target(folder / (shard.file + ".partial"), shard) for shard in plan.shards
+        }
+        self._state: Target | None = None
+        """What `save` wrote and no commit has named yet."""
         self._lock = _lock(folder / WORK_FOLDER)
         try:
             self._journal = self._take_up(identity)
         except BaseException:
             os.close(self._lock)
             raise
+        self._behind = WriteBehind(folder, budget(WRITE_BEHIND, plan.settings.device))
 
     def _take_up(self, identity: Mapping[str, Any]) -> Journal:
         """The journal of the run to go on with, checked, or a new one."""
@@ -124,6 +91,7 @@ class CheckpointWriter:
     @property
     def commits(self) -> Sequence[Commit]:
         """What is finished, in order; a prefix of the plan's units."""
+        self._behind.drain()
         return self._journal.commits
 
     @property
@@ -131,45 +99,50 @@ class CheckpointWriter:
         """Folder for files that only an unfinished run needs."""
         return self._folder / WORK_FOLDER
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Put a tensor, which must be as planned and not written before, at its place."""
-        expected = self._outputs.get(name)
-        if expected is None or name in self._written:
+    def write(self, name: str, tensor: torch.Tensor, rows: tuple[int, int] | None = None) -> None:
+        """Put a tensor, which must be as planned and not written before, at its place.
+
+        With `rows` it is these rows of the planned tensor, which must come in order.
+        """
+        expected, written = self._outputs.get(name), self._rows.get(name)
+        begin, end = rows or (0, tensor.shape[0] if tensor.ndim else 1)
+        if expected is None or begin != (written or 0) or (written is not None and not begin):
             raise AssertionError(f"{name} is {'written twice' if expected else 'not planned'}")
-        dtype, view = _bytes_of(tensor)
-        if (dtype, tuple(tensor.shape)) != (expected.dtype, expected.shape):
+        shape = (end - begin, *expected.shape[1:]) if rows else expected.shape
+        dtype = dtype_name(tensor)
+        if (dtype, tuple(tensor.shape)) != (expected.dtype, shape):
             raise AssertionError(
-                f"{name} is {dtype} {list(tensor.shape)}, "
-                f"planned {expected.dtype} {list(expected.shape)}"
+                f"{name} is {dtype} {list(tensor.shape)}, planned {expected.dtype} {list(shape)}"
             )
-        shard, begin, _ = self._place[name]
-        descriptor = self._open(shard)
-        done = 0
-        with _explained(self._folder):
-            while done < len(view):
-                done += os.pwrite(descriptor, view[done:], begin + done)
-        self._written.add(name)
+        shard, place, _ = self._place[name]
+        place += begin * (expected.nbytes // expected.shape[0]) if begin else 0
+        self._behind.put(self._targets[shard.file], place, tensor)
+        self._rows[name] = end
+
+    def save(self, file: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Store tensors as a safetensors file of the work folder.
+
+        The next commit names it, under `state` in its record, with `file` and `sha256`, and removes
+        the one before it. The tensors may be changed afterwards.
+        """
+        outputs = [OutputTensor(n, dtype_name(t), tuple(t.shape)) for n, t in tensors.items()]
+        self._state = Target(self.work / file, file_layout(file, outputs))
+        for name, tensor in tensors.items():
+            place, _ = self._state.layout.offsets[name]
+            self._behind.put(self._state, place, tensor, borrowed=True)
 
     def commit(self, unit: Unit, record: Mapping[str, Any]) -> None:
         """Make a whole unit durable. Every planned tensor of it must have been written."""
         names = [o.name for t in unit.tensors for o in t.outputs]
-        if missing := [name for name in names if name not in self._written]:
+        if missing := [name for name in names if not self._is_whole(name)]:
             raise AssertionError(f"{unit.name} lacks {len(missing)} tensors, first {missing[0]}")
         ends: dict[str, tuple[ShardLayout, int]] = {}
         for name in names:
             shard, _, end = self._place[name]
             ends[shard.file] = (shard, max(end, ends.get(shard.file, (shard, 0))[1]))
-        digests = {}
-        with _explained(self._folder):
-            for file, (shard, end) in ends.items():
-                descriptor = self._open(shard)
-                os.fsync(descriptor)
-                digests[file] = (end, self._hashes[file].extend(descriptor, end))
-            self._journal.append(Commit(unit.name, digests, record))
-            for file, (shard, end) in ends.items():
-                if end == shard.nbytes:
-                    self._complete(file)
-        self._written.difference_update(names)
+            del self._rows[name]
+        state, self._state = self._state, None
+        self._behind.submit(lambda: self._make_durable(unit.name, record, ends, state))
 
     def finish(self, config: Mapping[str, Any], report: Mapping[str, Any]) -> None:
         """Write side files, report, index and, last, `config.json`; then drop the work folder.
@@ -180,7 +153,7 @@ class CheckpointWriter:
         done = [commit.unit for commit in self.commits]
         if done != [unit.name for unit in self._plan.units]:
             raise AssertionError(f"{len(done)} of {len(self._plan.units)} units are committed")
-        with _explained(folder):
+        with explained(folder):
             for shard in self._plan.shards:
                 self._complete(shard.file)
             for name in source.side_files:
@@ -203,36 +176,59 @@ class CheckpointWriter:
         return {shard.file: digests[shard.file] for shard in self._plan.shards}
 
     def close(self) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors.clear()
-        os.close(self._lock)
+        """Finish what was handed over, unless writing has failed, and let go of the folder."""
+        try:
+            self._behind.close()
+        finally:
+            os.close(self._lock)
 
     def __enter__(self) -> CheckpointWriter:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._behind.drain()
+        finally:
+            self.close()
 
-    def _open(self, shard: ShardLayout) -> int:
-        """Descriptor of the growing shard, created with its header and full (sparse) size."""
-        if shard.file not in self._descriptors:
-            path = self._folder / (shard.file + ".partial")
-            with _explained(self._folder):
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-                os.ftruncate(descriptor, shard.nbytes)
-                os.pwrite(descriptor, shard.header, 0)
-                sync_folder(self._folder)
-            self._descriptors[shard.file] = descriptor
-        return self._descriptors[shard.file]
+    def _is_whole(self, name: str) -> bool:
+        shape = self._outputs[name].shape
+        return self._rows.get(name) == (shape[0] if shape else 1)
+
+    # In the background.
+
+    def _make_durable(
+        self,
+        unit: str,
+        record: Mapping[str, Any],
+        ends: Mapping[str, tuple[ShardLayout, int]],
+        state: Target | None,
+    ) -> None:
+        digests = {
+            file: (end, self._behind.sync(self._targets[file], end))
+            for file, (_, end) in ends.items()
+        }
+        saved = None
+        if state is not None:
+            digest = self._behind.sync(state, state.layout.nbytes)
+            self._behind.release(state)
+            saved = {"file": state.path.name, "sha256": digest}
+        self._journal.append(Commit(unit, digests, {**record, "state": saved}))
+        for file, (shard, end) in ends.items():
+            if end == shard.nbytes:
+                self._complete(file)
+        if state is not None:
+            for stale in self.work.glob("state-*.safetensors"):
+                if stale.name != state.path.name:
+                    stale.unlink()
 
     def _complete(self, file: str) -> None:
         """Give a full shard its final name; it may have it already."""
-        partial = self._folder / (file + ".partial")
-        if (descriptor := self._descriptors.pop(file, None)) is not None:
-            os.close(descriptor)
-        if partial.exists():
-            os.replace(partial, self._folder / file)
+        target = self._targets[file]
+        self._behind.release(target)
+        if target.path.exists():
+            os.replace(target.path, self._folder / file)
             sync_folder(self._folder)
 
     def _check_prefixes(self, journal: Journal) -> None:
@@ -240,19 +236,19 @@ class CheckpointWriter:
         last: dict[str, tuple[int, str]] = {}
         for commit in journal.commits:
             last.update(commit.shards)
-        if unknown := last.keys() - self._hashes.keys():
+        if unknown := last.keys() - self._targets.keys():
             raise _damaged(self._folder / min(unknown), "the plan has no such shard")
         for shard in self._plan.shards:
             if shard.file not in last:
                 continue
             end, digest = last[shard.file]
-            path = self._folder / (shard.file + ".partial")
+            path = self._targets[shard.file].path
             if not path.exists():
                 path = self._folder / shard.file
             try:
                 descriptor = os.open(path, os.O_RDONLY)
                 try:
-                    found = self._hashes[shard.file].extend(descriptor, end)
+                    found = self._targets[shard.file].prefix.extend(descriptor, end)
                 finally:
                     os.close(descriptor)
             except (OSError, EOFError) as error:
@@ -284,26 +280,3 @@ def _damaged(path: Path, reason: str) -> ResumeError:
 
 def _json(record: Mapping[str, Any]) -> bytes:
     return json.dumps(record, indent=2, ensure_ascii=False).encode() + b"\n"
-
-
-@contextmanager
-def _explained(folder: Path) -> Iterator[None]:
-    """Turn a failing write into an OutputError that says how to go on."""
-    try:
-        yield
-    except OSError as error:
-        raise OutputError(
-            f"writing to {folder} failed: {error.strerror or error}",
-            hint="finished layers are kept: make room, then repeat the command with --resume",
-        ) from error
-
-
-def _bytes_of(tensor: torch.Tensor) -> tuple[str, memoryview]:
-    """safetensors dtype and the bytes of a tensor, in memory of the host."""
-    import torch
-
-    from halfbyte.formats.shards import TORCH_DTYPES
-
-    names = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return names[tensor.dtype], memoryview(flat.numpy().data)

@@ -72,21 +72,6 @@ def descend(
                 )  # fmt: skip
 
 
-def row_energy(matrix: torch.Tensor, hessians: torch.Tensor) -> torch.Tensor:
-    """x H xᵀ of each row of `matrix` bfloat16 [H, N, K], float64 [H, N].
-
-    `hessians` bfloat16 [H, K, K]. Good to about three digits, which is what reports need.
-    """
-    count, rows, columns = matrix.shape
-    tiles = triton.cdiv(columns, BLOCK)
-    parts = matrix.new_empty(count, tiles, rows, dtype=torch.float32)
-    _energy[(tiles, triton.cdiv(rows, 128), count)](
-        matrix, hessians, parts, rows, columns, tiles,
-        ROWS=128, BLOCK=BLOCK, DEPTH=64, num_warps=8, num_stages=4,
-    )  # fmt: skip
-    return parts.sum(1, dtype=torch.float64)
-
-
 @triton.jit
 def _add_product(  # type: ignore[no-untyped-def]
     left, hessian, gradient, damping, errors, rows, columns, left_pitch, pitch,
@@ -129,32 +114,3 @@ def _add_product(  # type: ignore[no-untyped-def]
     else:
         total += tl.load(place, mask=inside, other=0.0)
     tl.store(place, total, mask=inside)
-
-
-@triton.jit
-def _energy(  # type: ignore[no-untyped-def]
-    matrix, hessian, parts, rows, columns, tiles,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    """parts[tile] = row sums of (X H) ∘ X over one block of columns."""
-    tile, item = tl.program_id(0), tl.program_id(2).to(tl.int64)
-    hessian += item * columns * columns
-    matrix += item * rows * columns
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    inside = row < rows
-    line = row[:, None] * columns
-    col = tile * BLOCK + tl.arange(0, BLOCK)
-    known = col < columns
-    depth = tl.arange(0, DEPTH)
-    total = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    for k in range(0, columns, DEPTH):
-        within = (k + depth < columns)[None, :]
-        a = tl.load(matrix + line + (k + depth)[None, :], mask=inside[:, None] & within, other=0.0)
-        b = tl.load(
-            hessian + col[:, None] * columns + (k + depth)[None, :],
-            mask=known[:, None] & within, other=0.0,
-        )  # fmt: skip
-        total = tl.dot(a, tl.trans(b), total)
-    own = tl.load(matrix + line + col[None, :], mask=inside[:, None] & known[None, :], other=0.0)
-    total = tl.sum(total * own.to(tl.float32), 1)
-    tl.store(parts + (item * tiles + tile) * rows + row, total, mask=inside)

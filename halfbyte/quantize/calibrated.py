@@ -10,13 +10,12 @@ makes.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from halfbyte.calibration.inputs import (
@@ -32,15 +31,15 @@ from halfbyte.calibration.runner import LayerRunner, State, check_finite
 from halfbyte.core import (
     InputStats,
     LinearReport,
+    Placement,
     QuantizedWeight,
     Settings,
     TensorPlan,
     Unit,
 )
 from halfbyte.errors import ResumeError
-from halfbyte.formats.files import file_sha256, sync_folder
+from halfbyte.formats.files import file_sha256
 from halfbyte.kernels.reference import decode_int4, pack_int4
-from halfbyte.quantize.memory import experts_at_once
 from halfbyte.quantize.phases import Phases
 from halfbyte.quantize.solver import Inputs, Solved, solve
 
@@ -59,6 +58,7 @@ class LayerQuantizer:
     settings: Settings
     tokens: torch.Tensor
     """int64 [sequences, length]."""
+    placement: Placement
     state: State | None = None
     """Input of the next layer; None before the embedding."""
     phases: Phases = field(default_factory=Phases)
@@ -86,27 +86,27 @@ class LayerQuantizer:
         check_finite(self.state.hidden, unit.name)
         return reports
 
-    def save(self, path: Path) -> str:
-        """Store the state, durably; the SHA-256 of the file."""
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The state by name, as `load` takes it up again. It changes with the next layer."""
         assert self.state is not None
-        tensors = {"hidden": self.state.hidden.cpu()}
+        tensors = {"hidden": self.state.hidden}
         if self.state.topk is not None:
-            tensors["topk"] = self.state.topk.cpu()
-        save_file(tensors, path)
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-        sync_folder(path.parent)
-        return file_sha256(path)
+            tensors["topk"] = self.state.topk
+        return tensors
 
     def load(self, path: Path, digest: str) -> None:
-        """Take up the state that `save` stored. Raises ResumeError when it is not that."""
+        """Take up the state that `tensors` gave. Raises ResumeError when it is not that."""
         if not path.exists() or file_sha256(path) != digest:
             raise ResumeError(
                 f"the calibration state {path} is missing or damaged",
                 hint="start again with --overwrite",
             )
-        tensors = load_file(path, device=str(self.runner.device))
-        self.state = State(tensors["hidden"], tensors.get("topk"))
+        tensors = load_file(path)
+        stored = tensors["hidden"]
+        hidden = self.runner.new_hidden(*stored.shape)
+        hidden.copy_(stored)
+        topk = tensors.get("topk")
+        self.state = State(hidden, None if topk is None else topk.to(hidden.device))
 
     def _plain_linears(
         self, unit: Unit, layer: nn.Module, planned: Mapping[str, TensorPlan], emit: Emit
@@ -124,7 +124,8 @@ class LayerQuantizer:
             plan = planned[module]
             weight = self.runner.read(plan.name, torch.float32)
             stats = inputs.get(input_of(module))
-            solved = self._solve([weight], plan, [stats])
+            known, _ = _collected(1, [stats])
+            solved = self._solve(weight[None], plan, known)
             emit(plan, solved.linears[0][0])
             reports.append(report_of(plan, solved.linears[0][0], stats))
             linear = layer.get_submodule(module.removeprefix(prefix))
@@ -142,39 +143,43 @@ class LayerQuantizer:
         inputs = ExpertInputs(
             routing, f"layers.{index}", settings.expert_hessian, affinity=settings.affinity
         )
-        step = experts_at_once(runner.architecture.config.to_dict(), settings.device)
+        step = self.placement.experts_at_once
         experts: list[dict[str, _Stored]] = []
         reports = []
         for start in range(0, routing.experts, step):
             chunk = range(start, min(start + step, routing.experts))
             with self.phases("read"):
-                stored = [runner.load_expert(index, expert) for expert in chunk]
+                weights = _stacked([runner.load_expert(index, expert) for expert in chunk])
             stacks: list[dict[str, _Stored]] = [{} for _ in chunk]
             # One scheme for all experts of a layer, gate with up: the recipe guarantees it.
             for stack, leaves in EXPERT_STACKS.items():
-                weights = [torch.cat([own.pop(leaf) for leaf in leaves]) for own in stored]
+                weight = weights.pop(stack)
                 plans = [[planned.get(f"{prefix}{e}.{leaf}") for leaf in leaves] for e in chunk]
                 if plans[0][0] is None:
-                    for own, weight in zip(stacks, weights, strict=True):
-                        own[stack] = weight.to(runner.dtype)
+                    for own, single in zip(stacks, weight, strict=True):
+                        own[stack] = self._kept(single.to(runner.dtype))
                     continue
                 with self.phases("Hessians"):
-                    stats = [
-                        inputs.gate_up(expert)
-                        if stack == "gate_up"
-                        else inputs.down(expert, runner, self._decoded(own["gate_up"]))
-                        for expert, own in zip(chunk, stacks, strict=True)
-                    ]
+                    known, stats = _collected(
+                        len(chunk),
+                        (
+                            inputs.gate_up(expert)
+                            if stack == "gate_up"
+                            else inputs.down(expert, runner, self._decoded(own["gate_up"]))
+                            for expert, own in zip(chunk, stacks, strict=True)
+                        ),
+                    )
                 with self.phases(f"solve {stack}"):
-                    solved = self._solve(weights, plans[0][0], stats, len(leaves))
-                del weights
+                    solved = self._solve(weight, plans[0][0], known, len(leaves))
+                del weight, known
                 with self.phases("write"):
                     for item, own in enumerate(stacks):
                         for plan, linear in zip(plans[item], solved.linears[item], strict=True):
                             assert plan is not None
                             emit(plan, linear)
                             reports.append(report_of(plan, linear, stats[item]))
-                        own[stack] = pack_int4(solved.codes[item]), solved.scales[item]
+                        packed = pack_int4(solved.codes[item])
+                        own[stack] = self._kept(packed), self._kept(solved.scales[item])
             experts += stacks
         with self.phases("experts forward"):
             self._through_experts(routing, experts)
@@ -196,30 +201,69 @@ class LayerQuantizer:
                 hidden[tokens] = part
 
     def _decoded(self, stack: _Stored) -> torch.Tensor:
+        device = self.runner.device
         if isinstance(stack, torch.Tensor):
-            return stack
-        return decode_int4(*stack, self.runner.dtype)
+            return stack.to(device, non_blocking=True)
+        packed, scales = (part.to(device, non_blocking=True) for part in stack)
+        return decode_int4(packed, scales, self.runner.dtype)
+
+    def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor to keep until the tokens come: not a part of a batch that goes."""
+        if not self.placement.experts_on_host:
+            return tensor.clone()
+        kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return kept.copy_(tensor, non_blocking=True)
 
     def _solve(
         self,
-        weights: Sequence[torch.Tensor],
+        weights: torch.Tensor,
         plan: TensorPlan | None,
-        stats: Sequence[InputStats | None],
+        inputs: Inputs | None,
         linears: int = 1,
     ) -> Solved:
-        """Quantize weights, each a stack of so many linears that read the same input."""
+        """Quantize `weights` [B, N, K], each a stack of so many linears that read one input."""
         assert plan is not None
         assert plan.scheme is not None
-        known = [s for s in stats if s is not None]
-        inputs = None
-        if known:
-            held_out = [s.held_out for s in known if s.held_out is not None]
-            inputs = Inputs(
-                torch.stack([s.hessian for s in known]),
-                nn.utils.rnn.pad_sequence(held_out, batch_first=True) if held_out else None,
-            )
-        parts = [weights[0].shape[0] // linears] * linears
-        return solve(torch.stack(list(weights)), plan.scheme, inputs, self.settings, parts)
+        parts = [weights.shape[1] // linears] * linears
+        return solve(weights, plan.scheme, inputs, self.settings, parts)
+
+
+def _stacked(experts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """[experts, rows, columns] of each of `EXPERT_STACKS`. Takes the experts' weights away."""
+    stacks = {}
+    for name, leaves in EXPERT_STACKS.items():
+        rows = sum(experts[0][leaf].shape[0] for leaf in leaves)
+        stack = experts[0][leaves[0]].new_empty(len(experts), rows, experts[0][leaves[0]].shape[1])
+        for weights, own in zip(experts, stack, strict=True):
+            torch.cat([weights.pop(leaf) for leaf in leaves], out=own)
+        stacks[name] = stack
+    return stacks
+
+
+def _collected(
+    count: int, stats: Iterable[InputStats | None]
+) -> tuple[Inputs | None, list[InputStats | None]]:
+    """Statistics of `count` inputs as one batch, and without the matrices, for the report.
+
+    Each Hessian goes to its place in the batch as soon as it is made, so that none exists twice.
+    """
+    hessians: torch.Tensor | None = None
+    held_out: list[torch.Tensor] = []
+    notes: list[InputStats | None] = []
+    for item, own in enumerate(stats):
+        if own is None:
+            notes.append(None)
+            continue
+        if hessians is None:
+            hessians = own.hessian.new_empty(count, *own.hessian.shape)
+        hessians[item] = own.hessian
+        if own.held_out is not None:
+            held_out.append(own.held_out)
+        notes.append(replace(own, hessian=own.hessian.new_empty(0), held_out=None))
+    if hessians is None:
+        return None, notes
+    padded = nn.utils.rnn.pad_sequence(held_out, batch_first=True) if held_out else None
+    return Inputs(hessians, padded), notes
 
 
 _Stored = torch.Tensor | tuple[torch.Tensor, torch.Tensor]

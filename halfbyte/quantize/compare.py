@@ -7,14 +7,13 @@ value, or None. Memory is that of one weight; plain tensors are compared in slic
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 
 from halfbyte.core import LinearReport, StoredWeight, TensorInfo
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import int4
-from halfbyte.formats.shards import ShardReader
+from halfbyte.formats.shards import ShardReader, row_slices
 
 SLICE_BYTES = 64 << 20
 HALF_STEP = 0.5 + 1e-4
@@ -38,7 +37,7 @@ def weight_fault(weight: StoredWeight, reader: ShardReader) -> str | None:
         for key in ("weight", "scale"):
             if (part := weight.parts.get(key)) is None or not _is_float(part):
                 continue
-            for rows in _slices(part):
+            for rows in row_slices(part, SLICE_BYTES):
                 values = reader.read(part, rows).float()
                 good = torch.isfinite(values)
                 if key == "scale":
@@ -96,7 +95,7 @@ def _copy_difference(
                 f"{copy.name} is {copy.dtype} {list(copy.shape)}, "
                 f"expected {part.dtype} {list(part.shape)}"
             )
-        for rows in _slices(part):
+        for rows in row_slices(part, SLICE_BYTES):
             fault = _tensor_difference(
                 source_reader.read(part, rows), output_reader.read(copy, rows), rows
             )
@@ -189,13 +188,3 @@ def _expectation(key: str, weight: StoredWeight) -> str:
     if key == "weight":
         return "a finite number"
     return f"a {'nonzero' if weight.encoding == 'int4' else 'positive'} finite number"
-
-
-def _slices(info: TensorInfo) -> Iterator[tuple[int, int] | None]:
-    """Ranges of rows of about `SLICE_BYTES`; None is the whole of a small tensor."""
-    if info.nbytes <= SLICE_BYTES or not info.shape:
-        yield None
-        return
-    step = max(1, SLICE_BYTES * info.shape[0] // info.nbytes)
-    for start in range(0, info.shape[0], step):
-        yield start, min(start + step, info.shape[0])

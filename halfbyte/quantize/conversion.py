@@ -1,44 +1,124 @@
-"""What needs no calibration: copying, dequantizing, and plain rounding, one tensor at a time."""
+"""What needs no calibration: copying, dequantizing, and plain rounding."""
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
 import torch
 
-from halfbyte.core import LinearReport, QuantizedWeight, Settings, TensorPlan
+from halfbyte.calibration.inputs import is_routed_expert
+from halfbyte.core import LinearReport, QuantizedWeight, Settings, TensorPlan, Unit
 from halfbyte.formats import int4
-from halfbyte.formats.shards import ShardReader, require_finite
+from halfbyte.formats.shards import Request, ShardReader, require_finite, row_slices
 from halfbyte.formats.writer import CheckpointWriter
 from halfbyte.quantize.calibrated import report_of
+from halfbyte.quantize.memory import BATCH_ELEMENTS
 from halfbyte.quantize.solver import solve
 
 
 def convert(
-    tensor: TensorPlan, settings: Settings, reader: ShardReader, writer: CheckpointWriter
+    tensors: Sequence[TensorPlan], settings: Settings, reader: ShardReader, writer: CheckpointWriter
 ) -> list[LinearReport]:
-    """Carry out one decision of the plan; a linear that was quantized is reported.
+    """Carry out decisions of the plan, in their order; linears that were quantized are reported.
 
     Raises CheckpointError for values that are not finite, even in a copy.
     """
-    if tensor.action == "dequantize":
-        writer.write(tensor.outputs[0].name, reader.read_weight(tensor.source, torch.bfloat16))
-    elif tensor.action == "copy":
-        for part, output in zip(tensor.source.parts.values(), tensor.outputs, strict=True):
-            stored = reader.read(part)
+    reports = []
+    for batch in _batches(tensors, BATCH_ELEMENTS[settings.device.partition(":")[0]]):
+        tensor = batch[0]
+        if tensor.action == "quantize":
+            reports += _quantize(batch, settings, reader, writer)
+        elif tensor.action == "dequantize":
+            weight = reader.read_weight(tensor.source, torch.bfloat16, settings.device)
+            writer.write(tensor.outputs[0].name, weight)
+        elif tensor.action == "copy":
+            _copy(tensor, reader, writer)
+    return reports
+
+
+def read_order(units: Iterable[Unit], *, calibrated: bool) -> Iterator[Request]:
+    """What a run over these units will read, in that order or nearly so."""
+    for unit in units:
+        if not calibrated or unit.kind not in ("layer", "mtp"):
+            yield from _conversion_requests(unit.tensors)
+            continue
+        # First the plain weights of the layer, then those of them that are quantized once more,
+        # then the experts, and at last what is only converted.
+        experts = [t for t in unit.tensors if is_routed_expert(t.module)]
+        plain = [t for t in unit.tensors if not is_routed_expert(t.module)]
+        for tensor in (*plain, *(t for t in plain if t.action == "quantize"), *experts):
+            yield from map(Request, tensor.source.parts.values())
+        yield from _conversion_requests([t for t in unit.tensors if t.action != "quantize"])
+
+
+def _conversion_requests(tensors: Iterable[TensorPlan]) -> Iterator[Request]:
+    """What `convert` reads."""
+    for tensor in tensors:
+        for part in tensor.source.parts.values():
+            if tensor.action == "copy":
+                yield from (Request(part, rows) for rows in row_slices(part))
+            elif tensor.action != "drop":
+                yield Request(part)
+
+
+def _batches(tensors: Sequence[TensorPlan], elements: int) -> Iterator[list[TensorPlan]]:
+    """Neighbours that are quantized together, up to so many elements; all others by themselves."""
+    batch: list[TensorPlan] = []
+    filled = 0
+    for tensor in tensors:
+        size = math.prod(tensor.source.shape)
+        joins = tensor.action == batch[0].action == "quantize" if batch else False
+        if batch and not (joins and filled + size <= elements):
+            yield batch
+            batch, filled = [], 0
+        batch.append(tensor)
+        filled += size
+    if batch:
+        yield batch
+
+
+def _quantize(
+    batch: Sequence[TensorPlan],
+    settings: Settings,
+    reader: ShardReader,
+    writer: CheckpointWriter,
+) -> list[LinearReport]:
+    """Round linears, those of one shape and scheme at once: small ones leave a GPU idle."""
+    weights = [reader.read_weight(t.source, torch.float32, settings.device) for t in batch]
+    alike = defaultdict(list)
+    for number, tensor in enumerate(batch):
+        alike[tensor.source.shape, tensor.scheme].append(number)
+    solutions = {}
+    for (_, scheme), numbers in alike.items():
+        assert scheme is not None
+        stack = [weights[number] for number in numbers]
+        # A batch of one need not be copied.
+        together = torch.stack(stack) if len(stack) > 1 else stack[0][None]
+        solved = solve(together, scheme, None, settings)
+        for item, number in enumerate(numbers):
+            solutions[number] = solved.linears[item][0]
+    reports = []
+    for number, tensor in enumerate(batch):
+        write_int4(writer, tensor, solutions[number])
+        reports.append(report_of(tensor, solutions[number], None))
+    return reports
+
+
+def _copy(tensor: TensorPlan, reader: ShardReader, writer: CheckpointWriter) -> None:
+    """Copy the parts of a tensor, in slices, so that memory never holds an embedding."""
+    for part, output in zip(tensor.source.parts.values(), tensor.outputs, strict=True):
+        for rows in row_slices(part):
+            stored = reader.read(part, rows)
             if stored.is_floating_point():
                 # torch has no comparisons of FP8 numbers.
-                require_finite(part, stored if stored.element_size() > 1 else stored.bfloat16())
-            writer.write(output.name, stored)
-    elif tensor.action == "quantize":
-        assert tensor.scheme is not None
-        weight = reader.read_weight(tensor.source, torch.float32, settings.device)
-        solved = solve(weight[None], tensor.scheme, None, settings)
-        quantized = solved.linears[0][0]
-        write_int4(writer, tensor, quantized)
-        return [report_of(tensor, quantized, None)]
-    return []
+                values = stored if stored.element_size() > 1 else stored.bfloat16()
+                require_finite(part, values, first_row=rows[0] if rows else 0)
+            writer.write(output.name, stored, rows)
 
 
 def write_int4(writer: CheckpointWriter, tensor: TensorPlan, quantized: QuantizedWeight) -> None:
-    """Pack a quantized linear and write its tensors."""
+    """Pack a quantized linear where its codes are, and write its tensors."""
     for name, packed in int4.pack(tensor.name, quantized, tensor.source.shape).items():
         writer.write(name, packed)

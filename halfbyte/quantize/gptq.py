@@ -73,7 +73,8 @@ def factorize(hessians: torch.Tensor, dampening: float, *, act_order: bool = Tru
         order = diagonal.argsort(dim=1, descending=True, stable=True).flip(1)
     else:
         order = torch.arange(columns, device=hessians.device).flip(0).repeat(count, 1)
-    damping = dampening * diagonal.mean(1)
+    # In float64, so that no order of summing shows: it differs with the number of Hessians.
+    damping = dampening * diagonal.mean(1, dtype=torch.float64).float()
     lower, failed = _cholesky(hessians, order, damping)
     factor = Factor(order, lower, diagonal, damping, (None,) * count)
     for item in failed.nonzero().flatten().tolist():

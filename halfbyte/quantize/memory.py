@@ -8,12 +8,27 @@ calibrated layer has two phases, the forward pass and the experts; the larger on
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from halfbyte.calibration.limits import BATCH_TOKENS, SCORES_AT_ONCE
-from halfbyte.core import MemoryEstimate, Settings, TensorPlan, Unit
+from halfbyte.calibration.limits import (
+    BATCH_TOKENS,
+    EXPERT_TOKENS,
+    MOMENT_TOKENS,
+    SCORES_AT_ONCE,
+)
+from halfbyte.core import (
+    MemoryBudget,
+    MemoryEstimate,
+    Placement,
+    Settings,
+    TensorPlan,
+    Unit,
+)
+from halfbyte.errors import UsageError
+from halfbyte.formats.budgets import PIECE, READ_AHEAD, WRITE_BEHIND, budget
 from halfbyte.formats.config import config_count
+from halfbyte.units import format_gib
 
 TORCH = 250_000_000
 """Resident bytes of Python with torch imported; measured, torch 2.13 on x86-64."""
@@ -21,6 +36,8 @@ TRANSFORMERS = 270_000_000
 """What transformers' modules and a tokenizer add."""
 EXPERTS_IN_WORK = {"cpu": 1 << 30, "cuda": 32 << 30}
 """Working memory for experts that are solved together; one expert may need more."""
+BATCH_ELEMENTS = {"cpu": 0, "cuda": 1 << 27}
+"""Elements of linears that are rounded together; one linear may have more."""
 ALLOCATOR = 1.2
 """What the allocator keeps beyond what is asked for."""
 
@@ -28,12 +45,6 @@ ALLOCATOR = 1.2
 def calibrates(settings: Settings) -> bool:
     """Whether the run sends tokens through the model."""
     return settings.method != "rtn"
-
-
-def experts_at_once(model: Mapping[str, Any], device: str) -> int:
-    """Routed experts of a layer that are solved as one batch."""
-    budget = EXPERTS_IN_WORK[device.split(":")[0]]
-    return max(1, min(config_count(model, "n_routed_experts"), budget // _expert_bytes(model)))
 
 
 def hidden_bytes(settings: Settings, model: Mapping[str, Any]) -> int:
@@ -53,45 +64,109 @@ def state_bytes(settings: Settings, model: Mapping[str, Any]) -> int:
 
 
 def estimate_memory(
-    units: Sequence[Unit], settings: Settings, model: Mapping[str, Any]
+    units: Sequence[Unit],
+    settings: Settings,
+    model: Mapping[str, Any],
+    budget: MemoryBudget = MemoryBudget(),  # noqa: B008
 ) -> MemoryEstimate:
-    """Peak bytes of a run over `units`; `model` is the language model's part of config.json."""
+    """Peak bytes of a run over `units`; `model` is the language model's part of config.json.
+
+    Of the ways to use memory that keep within `budget` the fastest is chosen. Raises UsageError,
+    with what is needed at least, when none does.
+    """
     tensors = [t for u in units for t in u.tensors]
     converted = [t for t in tensors if not calibrates(settings) or t.action != "quantize"]
-    conversion = max((_conversion(t) for t in converted), default=0)
+    stream = _stream(tensors, settings)
+    on_gpu = not settings.device.startswith("cpu")
+    conversion = 0 if on_gpu else max((_conversion(t) for t in converted), default=0)
     if not calibrates(settings):
-        host = {"torch": TORCH, "largest tensor in conversion": conversion}
-        return MemoryEstimate(host=sum(host.values()), gpu=0, detail=host)
+        host = {"torch": TORCH, "largest tensor in conversion": conversion, **stream}
+        gpu = {"linears in work": _linears_in_work(converted, settings)} if on_gpu else {}
+        estimate = MemoryEstimate(sum(host.values()), sum(gpu.values()), detail=host | gpu)
+        return _within(budget, [estimate])
     layers = [u.tensors for u in units if u.kind in ("layer", "mtp")]
     plain = max((_plain(layer, settings) for layer in layers), default=0)
     hessians = max((_hessians(layer) for layer in layers), default=0)
-    forward = {
-        "hidden states and experts' input": 2 * hidden_bytes(settings, model),
-        "plain weights of a layer": plain,
-        "activations of a batch": _activations(settings, model),
-        "Hessians of plain linears": hessians,
-    }
-    at_once = (
-        experts_at_once(model, settings.device) if config_count(model, "n_routed_experts") else 0
+    libraries = {"torch and transformers": TORCH + TRANSFORMERS, **stream}
+    hidden, waiting = hidden_bytes(settings, model), _quantized_experts(model)
+
+    def with_placement(placement: Placement) -> MemoryEstimate:
+        state = 0 if placement.state_on_host else hidden
+        forward = {
+            "hidden states": state,
+            "experts' input": hidden,
+            "plain weights of a layer": plain,
+            "activations of a batch": _activations(settings, model),
+            "Hessians of plain linears": hessians,
+        }
+        experts = {
+            "hidden states": state,
+            "experts' input": hidden,
+            "quantized experts": 0 if placement.experts_on_host else waiting,
+            "experts in work": placement.experts_at_once * _expert_bytes(model),
+            "activations of an expert": _expert_activations(settings, model),
+        }
+        phase = max(forward, experts, key=lambda phase: sum(phase.values()))
+        kept = {"hidden states", "experts' input", "quantized experts"} if on_gpu else set()
+        phase = {
+            name: size if name in kept else int(ALLOCATOR * size) for name, size in phase.items()
+        }
+        if not on_gpu:
+            # A tensor is converted after the layer's phases, beside the hidden states only.
+            detail = libraries | phase
+            host = max(sum(detail.values()), sum(libraries.values()) + conversion)
+            return MemoryEstimate(host, 0, detail, placement)
+        on_host = libraries | {
+            "hidden states in host memory": hidden if placement.state_on_host else 0,
+            # Small buffers of page-locked memory are rounded up to a power of two.
+            "experts in host memory": waiting * 4 // 3 if placement.experts_on_host else 0,
+        }
+        gpu = sum(phase.values())
+        return MemoryEstimate(sum(on_host.values()), gpu, on_host | phase, placement)
+
+    most = _experts_at_once(model, settings.device)
+    places = ((False, False), (True, False), (True, True)) if on_gpu else ((False, False),)
+    return _within(
+        budget,
+        (
+            with_placement(Placement(count, *on_host))
+            for on_host in places
+            # Small batches leave a GPU idle: below half of the best, moving data costs less.
+            for count in range(most, 0 if on_host == places[-1] else most // 2, -1)
+        ),
     )
-    experts = {
-        "hidden states and experts' input": 2 * hidden_bytes(settings, model),
-        "experts in work": at_once * _expert_bytes(model),
-        "their activations": at_once * _expert_activations(settings, model),
-    }
-    phase = max(forward, experts, key=lambda phase: sum(phase.values()))
-    phase = {name: int(ALLOCATOR * size) for name, size in phase.items()}
-    libraries = {"torch and transformers": TORCH + TRANSFORMERS}
-    if settings.device.startswith("cpu"):
-        # A tensor is converted after the layer's phases, beside the hidden states only.
-        detail = libraries | phase
-        return MemoryEstimate(
-            host=max(sum(detail.values()), sum(libraries.values()) + conversion),
-            gpu=0,
-            detail=detail,
-        )
-    host = libraries | {"largest tensor in conversion": conversion}
-    return MemoryEstimate(host=sum(host.values()), gpu=sum(phase.values()), detail=host | phase)
+
+
+def _within(budget: MemoryBudget, estimates: Iterable[MemoryEstimate]) -> MemoryEstimate:
+    """The first that keeps within the budget."""
+    least: MemoryEstimate | None = None
+    for estimate in estimates:
+        over = [
+            (option, limit, needed)
+            for option, limit, needed in (
+                ("--max-gpu-memory", budget.gpu, estimate.gpu),
+                ("--max-host-memory", budget.host, estimate.host),
+            )
+            if limit is not None and needed > limit
+        ]
+        if not over:
+            return estimate
+        least = estimate
+    assert least is not None
+    raise UsageError(
+        "; ".join(
+            f"{option} {format_gib(limit)} is too little, the run needs {format_gib(needed)}"
+            for option, limit, needed in over
+        ),
+        hint="raise it, or calibrate on less: --samples, --sequence-length",
+    )
+
+
+def _experts_at_once(model: Mapping[str, Any], device: str) -> int:
+    """Routed experts of a layer that are solved as one batch when memory allows."""
+    working_set = EXPERTS_IN_WORK[device.partition(":")[0]]
+    experts = config_count(model, "n_routed_experts")
+    return max(1, min(experts, working_set // _expert_bytes(model)))
 
 
 def _tokens(settings: Settings) -> int:
@@ -102,10 +177,30 @@ def _element_bytes(settings: Settings) -> int:
     return {"float32": 4, "bfloat16": 2}[settings.dtype]
 
 
+def _stream(tensors: Sequence[TensorPlan], settings: Settings) -> dict[str, int]:
+    """Of weights on their way from and to the disk."""
+    read = sum(t.source.nbytes for t in tensors)
+    written = sum(o.nbytes for t in tensors for o in t.outputs)
+    return {
+        "read ahead": min(read, budget(READ_AHEAD, settings.device)),
+        "written behind": min(written, budget(WRITE_BEHIND, settings.device)),
+    }
+
+
 def _conversion(tensor: TensorPlan) -> int:
-    """As stored, decoded in float32, and as written."""
-    decoded = 4 * math.prod(tensor.source.shape) if tensor.action != "copy" else 0
-    return tensor.source.nbytes + decoded + sum(o.nbytes for o in tensor.outputs)
+    """As stored, decoded in float32, and as written. What is written is counted on its own while
+    it fits what may be written behind, and copies go in pieces."""
+    if tensor.action == "copy":
+        return min(PIECE, tensor.source.nbytes)
+    return tensor.source.nbytes + 4 * math.prod(tensor.source.shape)
+
+
+def _linears_in_work(tensors: Sequence[TensorPlan], settings: Settings) -> int:
+    """Float32: the weights of a batch as read and stacked, and two of their size on the way to
+    codes and errors."""
+    largest = max((math.prod(t.source.shape) for t in tensors if t.action != "copy"), default=0)
+    total = sum(math.prod(t.source.shape) for t in tensors if t.action == "quantize")
+    return 4 * 4 * max(largest, min(total, BATCH_ELEMENTS[settings.device.partition(":")[0]]))
 
 
 def _is_expert(tensor: TensorPlan) -> bool:
@@ -124,18 +219,32 @@ def _hessians(layer: Sequence[TensorPlan]) -> int:
 
 
 def _expert_bytes(model: Mapping[str, Any]) -> int:
-    """Float32: the weights as read, stacked, being solved and dequantized, and the Hessian of gate
-    and up with its copy in the batch and its factor."""
+    """Float32: the weights, being solved and their errors; the Hessian of gate and up, its half in
+    BF16 and its factor."""
     hidden, inner = config_count(model, "hidden_size"), config_count(model, "moe_intermediate_size")
-    return max(1, 4 * (10 * hidden * inner + 3 * hidden * hidden))
+    return max(1, 4 * (9 * hidden * inner + 5 * hidden * hidden // 2))
+
+
+def _quantized_experts(model: Mapping[str, Any]) -> int:
+    """Codes and scales of all experts of a layer, which wait for the tokens."""
+    hidden, inner = config_count(model, "hidden_size"), config_count(model, "moe_intermediate_size")
+    per_weight = 1 / 2 + 2 / 32  # a code, and its part of a scale
+    return int(3 * hidden * inner * config_count(model, "n_routed_experts") * per_weight)
 
 
 def _expert_activations(settings: Settings, model: Mapping[str, Any]) -> int:
-    """Of an expert with its share of the tokens: the input of its down projection, and on the way
-    to it gate, up and the gathered hidden states of one expert at a time, spread over all."""
-    experts = max(1, config_count(model, "n_routed_experts"))
-    tokens = _tokens(settings) * config_count(model, "num_experts_per_tok") // experts
-    return tokens * config_count(model, "moe_intermediate_size") * _element_bytes(settings)
+    """Of a slice of one expert's tokens: their hidden states as gathered, gate and up, and the
+    input of its down projection; or of the tokens that go through the experts together."""
+    kind = settings.device.partition(":")[0]
+    hidden, inner = config_count(model, "hidden_size"), config_count(model, "moe_intermediate_size")
+    tokens = _tokens(settings)
+    measured = min(tokens, MOMENT_TOKENS[kind]) * (hidden + 3 * inner)
+    share = EXPERT_TOKENS * config_count(model, "num_experts_per_tok")
+    share //= max(1, config_count(model, "n_routed_experts"))
+    together = min(tokens, EXPERT_TOKENS) * hidden + min(tokens, 4 * share) * (
+        2 * hidden + 3 * inner
+    )
+    return max(measured, together) * _element_bytes(settings)
 
 
 def _activations(settings: Settings, model: Mapping[str, Any]) -> int:

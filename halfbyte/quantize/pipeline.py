@@ -1,5 +1,8 @@
 """The one loop: unit by unit, read, quantize, write, commit.
 
+The loop itself only computes. What it asks for was read before, what it hands over is written
+later, and both happen beside it: see `formats.readahead` and `formats.writebehind`.
+
 A unit is the embedding, a decoder layer, or the head. Calibrated methods carry the calibration
 state from layer to layer and store it beside the journal, so that a run that was killed goes on
 with the layer it was in. Data-free methods have no state; their units are the same.
@@ -56,6 +59,8 @@ def run(
     first. `phases` collects where the time goes. Raises OutputError, ResumeError, CheckpointError,
     CalibrationError; after any of them the folder can be resumed, or nothing was written.
     """
+    from halfbyte.quantize.conversion import read_order
+
     started = time.monotonic()
     progress = progress or SilentProgress()
     plan = _with_tokens(plan, tokens)
@@ -68,7 +73,10 @@ def run(
             layers.phases = phases
         prepare_folder(output, plan, resume=resume, overwrite=overwrite)
         with CheckpointWriter(output, plan, identity) as writer:
-            _work(plan, reader, writer, layers, progress)
+            todo = plan.units[len(writer.commits) :]
+            order = read_order(todo, calibrated=layers is not None)
+            with reader.read_ahead(order, plan.settings.device):
+                _work(plan, reader, writer, layers, progress)
             report = _finish(plan, identity, writer, output, started)
     progress.finish()
     return report
@@ -215,24 +223,15 @@ def _work(
     for i, unit in enumerate(plan.units):
         if i < done:
             continue
-        record: dict[str, Any] = {"linears": [], "state": None}
-        in_layers = layers is not None and unit.kind in ("layer", "mtp") and i <= last
-        if in_layers:
-            assert layers is not None
-            reports = layers.run(unit, partial(write_int4, writer))
+        reports: list[LinearReport] = []
+        rest = unit.tensors
+        if layers is not None and unit.kind in ("layer", "mtp") and i <= last:
+            reports += layers.run(unit, partial(write_int4, writer))
             if i < last:
-                file = f"state-{i}.safetensors"
-                record["state"] = {"file": file, "sha256": layers.save(writer.work / file)}
-        else:
-            reports = []
-        for tensor in unit.tensors:
-            if tensor.action != "quantize" or not in_layers:
-                reports += convert(tensor, plan.settings, reader, writer)
-        record["linears"] = [asdict(report) for report in reports]
-        writer.commit(unit, record)
-        for stale in writer.work.glob("state-*.safetensors"):
-            if record["state"] is not None and stale.name != record["state"]["file"]:
-                stale.unlink()
+                writer.save(f"state-{i}.safetensors", layers.tensors())
+            rest = tuple(t for t in rest if t.action != "quantize")
+        reports += convert(rest, plan.settings, reader, writer)
+        writer.commit(unit, {"linears": [asdict(report) for report in reports]})
         progress.advance(sizes[i])
         progress.note(_summary(unit, reports))
 
@@ -252,11 +251,12 @@ def _layer_quantizer(plan: Plan, reader: ShardReader, tokens: torch.Tensor) -> L
         reader,
         device=settings.device,
         dtype=getattr(torch, settings.dtype),
+        state_on_host=plan.memory.placement.state_on_host,
     )
     for unit in plan.units:
         if unit.index is not None:
             runner.check_layer(unit.index)
-    return LayerQuantizer(runner, settings, tokens)
+    return LayerQuantizer(runner, settings, tokens, plan.memory.placement)
 
 
 def _summary(unit: Unit, reports: list[LinearReport]) -> str:
@@ -268,10 +268,8 @@ def _summary(unit: Unit, reports: list[LinearReport]) -> str:
     text = f"{unit.name}: {len(reports)} linears quantized, mean error {error:.2e}"
     if rtn != error:
         text += f" (rounding alone {rtn:.2e})"
-    if topped_up := sum(
-        r.rung != "routed" for r in reports if r.tokens or r.rung != "weights-only"
-    ):
-        text += f", {topped_up} topped up"
+    if unseen := sum(r.rung == "all-tokens" and not r.tokens for r in reports):
+        text += f", {unseen} without a token of their own"
     if fallbacks := sum(r.fallback is not None for r in reports):
         text += f", {fallbacks} fell back"
     return text

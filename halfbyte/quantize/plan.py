@@ -18,6 +18,7 @@ from typing import Any
 from halfbyte.calibration.families import language_model
 from halfbyte.core import (
     Checkpoint,
+    MemoryBudget,
     OutputTensor,
     Plan,
     Recipe,
@@ -41,9 +42,9 @@ from halfbyte.formats.config import (
     text_config,
     without_equal_experts,
 )
+from halfbyte.formats.layout import lay_out_shards
 from halfbyte.formats.loaders import check_loaders
 from halfbyte.formats.weights import layer_index, logical_weights
-from halfbyte.formats.writer import lay_out_shards
 from halfbyte.quantize.decide import action_on, decide
 from halfbyte.quantize.memory import calibrates, estimate_memory, state_bytes
 from halfbyte.quantize.recipe import recipe_to_dict
@@ -55,23 +56,29 @@ def make_plan(
     checkpoint: Checkpoint,
     recipe: Recipe,
     settings: Settings,
+    budget: MemoryBudget = MemoryBudget(),  # noqa: B008
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Plan:
-    """Decide every tensor of a checkpoint and lay out the result.
+    """Decide every tensor of a checkpoint and lay out the result, within a budget of memory.
 
     Raises `RecipeError` when the recipe does not fit the checkpoint, or when neither vLLM nor
     SGLang could load what it asks for; what only one of them cannot load becomes a warning.
-    Raises `UnsupportedModelError` when the method calibrates and the architecture cannot be run.
+    Raises `UnsupportedModelError` when the method calibrates and the architecture cannot be run,
+    `UsageError` when the budget is too small.
     """
     if calibrates(settings):
         language_model(checkpoint)
     with _collector_paused():
-        return _make_plan(checkpoint, recipe, settings, max_shard_bytes)
+        return _make_plan(checkpoint, recipe, settings, budget, max_shard_bytes)
 
 
 def _make_plan(
-    checkpoint: Checkpoint, recipe: Recipe, settings: Settings, max_shard_bytes: int
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    settings: Settings,
+    budget: MemoryBudget,
+    max_shard_bytes: int,
 ) -> Plan:
     model = text_config(checkpoint.config)
     layers = config_count(model, "num_hidden_layers")
@@ -100,7 +107,7 @@ def _make_plan(
         units=units,
         shards=shards,
         quantization_config=quantization,
-        memory=estimate_memory(units, settings, model),
+        memory=estimate_memory(units, settings, model, budget),
         disk=sum(shard.nbytes for shard in shards) + side_files + state,
         warnings=warnings,
         fingerprint=_fingerprint(checkpoint, recipe, settings, shards),

@@ -8,7 +8,9 @@ never look at its sign.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -18,6 +20,11 @@ SHRINK_STEP = 0.02
 SMALLEST_SHRINK = {128: 0.7, None: 0.4}
 """By the largest group it is for. Normal weights in one group of 6144 want 0.6, heavy tails less;
 groups of 128 want 0.8."""
+CACHED = (1 << 15) - 1
+"""Elements that a CPU searches at a time, so that they and their errors stay in its cache; the
+largest number that torch does not split among threads by itself."""
+THREADS = 4
+"""At most; more would only wait for each other in Python."""
 
 
 def group_scales(
@@ -63,10 +70,24 @@ def group_scales(
         column_weights = root.expand(weights.shape[0], -1, -1)
     # One weight at a time: working memory stays at one matrix whatever the batch.
     for item, weight in enumerate(grouped):
-        scales[item] = _least_squares_scales(
-            weight, scheme, divisors, None if column_weights is None else column_weights[item]
+        own = None if column_weights is None else column_weights[item]
+        search_rows = partial(
+            _least_squares_scales, scheme=scheme, divisors=divisors, column_weights=own
         )
+        scales[item] = _by_rows(search_rows, weight) if weight.is_cpu else search_rows(weight)
     return scales
+
+
+def _by_rows(
+    search_rows: Callable[[torch.Tensor], torch.Tensor], weight: torch.Tensor
+) -> torch.Tensor:
+    """The same for a few rows at a time; a row's scales depend on no other row."""
+    parts = weight.split(max(1, CACHED // weight[0].numel()))
+    threads = min(torch.get_num_threads(), THREADS, len(parts))
+    if threads == 1:
+        return torch.cat([search_rows(part) for part in parts])
+    with ThreadPoolExecutor(threads) as pool:
+        return torch.cat(list(pool.map(search_rows, parts)))
 
 
 def _least_squares_scales(

@@ -99,44 +99,48 @@ def solve(
                 codes[item], scales[item] = rounded[item], plain[item]
     errors = _errors(weights, codes, scales)
     rounding = errors if codes is rounded else _errors(weights, rounded, plain)
-    worse: list[list[bool]] = [[False] * len(parts) for _ in range(batch)]
-    if inputs is not None and inputs.held_out is not None and codes is not rounded:
-        seen = _by_part(_outputs(errors, inputs.held_out), parts)
-        plainly = _by_part(_outputs(rounding, inputs.held_out), parts)
-        worse = (seen > plainly).tolist()
-        for item, rows in _true(worse, parts):
+    energy, error, rtn_error = (
+        _by_part(_energy(rows, inputs), parts) for rows in (weights, errors, rounding)
+    )
+    worse = torch.zeros_like(error, dtype=torch.bool)
+    if inputs is not None and inputs.held_out is not None:
+        worse = error > rtn_error
+        for item, rows in _true(worse.tolist(), parts):
             codes[item, rows], scales[item, rows] = rounded[item, rows], plain[item, rows]
             errors[item, rows] = rounding[item, rows]
-    measured = torch.stack(
-        [
-            *(
-                _by_part(_energy(rows, inputs.hessians if inputs else None), parts)
-                for rows in (weights, errors, rounding)
-            ),
-            _by_part(errors.square().sum(-1, dtype=torch.float64), parts),
-            _by_part(weights.square().sum(-1, dtype=torch.float64), parts),
-        ],
-        dim=-1,
-    ).tolist()
+        error = torch.minimum(error, rtn_error)
+    off, square = (
+        _by_part(rows.square().sum(-1, dtype=torch.float64), parts) for rows in (errors, weights)
+    )
+    # A linear whose output is always zero cannot be wrong by much either.
+    shares = [part / whole.where(whole > 0, torch.inf) for part, whole in
+              ((error, energy), (rtn_error, energy), (off, square))]  # fmt: skip
+    measured = torch.stack([*shares, worse.double()], dim=-1).tolist()
     linears = []
     for item in range(batch):
         start, stack = 0, []
-        for part, height in enumerate(parts):
-            energy, error, rtn_error, off, square = measured[item][part]
+        for height, (error_share, rtn_share, weight_share, plainly) in zip(
+            parts, measured[item], strict=True
+        ):
             where = item, slice(start, start + height)
             start += height
             stack.append(
                 QuantizedWeight(
                     codes[where],
                     scales[where],
-                    error=_share(error, energy),
-                    rtn_error=_share(rtn_error, energy),
-                    weight_error=_share(off, square),
-                    fallback=HELD_OUT if worse[item][part] else fallbacks[item],
+                    error=_digits(error_share),
+                    rtn_error=_digits(rtn_share),
+                    weight_error=_digits(weight_share),
+                    fallback=HELD_OUT if plainly else fallbacks[item],
                 )
             )
         linears.append(tuple(stack))
     return Solved(codes, scales, tuple(linears))
+
+
+def _digits(number: float) -> float:
+    """Nine digits; those behind them tell the order of summing, which reports must not show."""
+    return float(f"{number:.9g}")
 
 
 def _errors(weights: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -144,26 +148,22 @@ def _errors(weights: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) ->
     return torch.sub(weights, made, out=made)
 
 
-def _energy(rows: torch.Tensor, hessians: torch.Tensor | None) -> torch.Tensor:
-    """Mean square output x H xᵀ of each row of [B, N, K], or without Hessians |x|²; float64."""
-    if hessians is None:
+def _energy(rows: torch.Tensor, inputs: Inputs | None) -> torch.Tensor:
+    """Squared output of each row of [B, N, K], float64 [B, N]: summed over the held-out inputs, or
+    else x H xᵀ, or without any inputs |x|²."""
+    if inputs is None:
         return rows.square().sum(-1, dtype=torch.float64)
-    count, columns = hessians.shape[0], rows.shape[-1]
-    shared = rows.reshape(count, -1, columns)
-    if rows.is_cuda:
-        from halfbyte.kernels.refinement import row_energy
-
-        return row_energy(shared.bfloat16(), hessians.bfloat16()).view(rows.shape[:2])
-    energy = torch.empty(shared.shape[:2], dtype=torch.float64)
-    for item, (row, hessian) in enumerate(zip(shared, hessians, strict=True)):
-        energy[item] = (row @ hessian).mul_(row).sum(-1, dtype=torch.float64)
-    return energy.view(rows.shape[:2])
-
-
-def _outputs(rows: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-    """Sum over the inputs [B or 1, m, K] of the squared output of each row of [B, N, K]."""
-    outputs = inputs @ rows.to(inputs.dtype).mT
-    return outputs.square().sum(1, dtype=torch.float64)
+    energy = torch.empty(rows.shape[:2], dtype=torch.float64, device=rows.device)
+    # One by one: a library may add up a batch of products in another order than a single one.
+    for item, row in enumerate(rows):
+        if inputs.held_out is not None:
+            held_out = inputs.held_out[item % len(inputs.held_out)]
+            outputs = held_out @ row.to(held_out.dtype).T
+            energy[item] = outputs.float().square().sum(0, dtype=torch.float64)
+        else:
+            hessian = inputs.hessians[item % len(inputs.hessians)]
+            energy[item] = (row @ hessian).mul_(row).sum(-1, dtype=torch.float64)
+    return energy
 
 
 def _by_part(rows: torch.Tensor, parts: Sequence[int]) -> torch.Tensor:
@@ -180,8 +180,3 @@ def _true(flags: list[list[bool]], parts: Sequence[int]) -> list[tuple[int, slic
         for part, flag in enumerate(row)
         if flag
     ]
-
-
-def _share(part: float, whole: float) -> float:
-    # A linear whose output is always zero cannot be wrong by much either.
-    return part / whole if whole > 0 else 0.0

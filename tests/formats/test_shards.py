@@ -188,6 +188,7 @@ def test_int4_decodes(tmp_path: Path, group_size: int | None) -> None:
     codes = torch.randint(-8, 8, (24, 64), dtype=torch.int8, generator=generator)
     groups = 64 // group_size if group_size else 1
     scales = torch.rand(24, groups, generator=generator).to(torch.bfloat16)
+    scales[::2] *= -1  # as AutoRound writes them
     tensors = int4.pack(Q_A, QuantizedWeight(codes, scales, 0.0), (24, 64))
     weights = {
         "num_bits": 4,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,10 @@ from halfbyte.core import (
     tensor_bytes,
 )
 from halfbyte.errors import OutputError, ResumeError
+from halfbyte.formats import writebehind
 from halfbyte.formats.folder import WORK_FOLDER, prepare_folder
-from halfbyte.formats.writer import CheckpointWriter, lay_out_shards
+from halfbyte.formats.layout import lay_out_shards
+from halfbyte.formats.writer import CheckpointWriter
 
 TENSORS = {
     "embed.weight": torch.arange(24, dtype=torch.bfloat16).reshape(4, 6),
@@ -168,12 +172,15 @@ def test_a_crash_before_any_system_call_can_be_resumed(
             writer.finish({"model_type": "x"}, {"shards": writer.shard_hashes()})
 
     calls = left = 0
+    counter = threading.Lock()
 
     def counting(original: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls, left
-            calls, left = calls + 1, left - 1
-            if left == 0:
+            with counter:
+                calls, left = calls + 1, left - 1
+                crashes = left == 0
+            if crashes:
                 raise Crash
             return original(*args, **kwargs)
 
@@ -388,3 +395,187 @@ def test_layout_is_complete_aligned_and_within_bounds(
             position = end
         assert position == shard.nbytes
         assert shard.nbytes - len(shard.header) <= max_bytes or len(shard.offsets) == 1
+
+
+# In the background
+
+
+def writing_threads() -> list[str]:
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name.startswith(("writer", "hasher"))]
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "open", "ftruncate"])
+def test_a_full_disk_is_reported_at_the_latest_by_finish(
+    tmp_path: Path, plan: Plan, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was committed before stays, and the run can be resumed."""
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    prepare_folder(whole, plan, resume=False, overwrite=False)
+    write_all(whole, plan)
+    prepare_folder(out, plan, resume=False, overwrite=False)
+    before = open_files()
+    with CheckpointWriter(out, plan, IDENTITY) as writer:
+        for unit in plan.units[:2]:
+            write_unit(writer, unit)
+        assert len(writer.commits) == 2
+
+    def write_rest() -> None:
+        with CheckpointWriter(out, plan, IDENTITY) as writer:
+
+            def full(*_: Any, **__: Any) -> Any:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+            with monkeypatch.context() as patch:
+                patch.setattr(os, call, full)
+                for unit in plan.units[2:]:
+                    write_unit(writer, unit)
+                writer.finish({}, {})
+
+    with pytest.raises(OutputError, match="No space left on device") as caught:
+        write_rest()
+    assert "make room, then repeat the command with --resume" in str(caught.value.hint)
+    assert writing_threads() == []
+    assert open_files() == before
+    write_all(out, plan, start=2)
+    assert contents(out) == contents(whole)
+
+
+def test_leaving_without_finish_still_reports_what_failed(
+    tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    prepare_folder(out, plan, resume=False, overwrite=False)
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def write() -> None:
+        with CheckpointWriter(out, plan, IDENTITY) as writer:
+            monkeypatch.setattr(os, "pwrite", full)
+            writer.write("embed.weight", TENSORS["embed.weight"])
+
+    with pytest.raises(OutputError, match="No space left"):
+        write()
+
+
+def test_a_unit_in_the_journal_is_on_the_disk(
+    tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every byte that a line speaks of was written and synced before the line was."""
+    out = tmp_path / "out"
+    prepare_folder(out, plan, resume=False, overwrite=False)
+    events: list[tuple[str, str]] = []
+    pwrite, fsync = os.pwrite, os.fsync
+
+    def name_of(descriptor: int) -> str:
+        return Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+
+    def written(descriptor: int, *args: Any) -> int:
+        events.append(("write", name_of(descriptor)))
+        return pwrite(descriptor, *args)
+
+    def synced(descriptor: int) -> None:
+        events.append(("sync", name_of(descriptor)))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "pwrite", written)
+    monkeypatch.setattr(os, "fsync", synced)
+    with CheckpointWriter(out, plan, IDENTITY) as writer:
+        for unit in plan.units:
+            writer.save(f"state-{unit.name}.safetensors", {"hidden": torch.ones(3, 3)})
+            write_unit(writer, unit)
+    dirty: set[str] = set()
+    lines = 0
+    for what, file in events:
+        if what == "write":
+            dirty.add(file)
+        elif file == "journal.jsonl":
+            lines += 1
+            assert not dirty
+        else:
+            dirty.discard(file)
+    assert lines == 1 + len(plan.units)
+
+
+def test_the_state_is_named_by_the_commit_and_may_change_after_it_was_saved(
+    tmp_path: Path, plan: Plan
+) -> None:
+    out = tmp_path / "out"
+    prepare_folder(out, plan, resume=False, overwrite=False)
+    hidden = torch.randn(5, 7, 3).bfloat16()
+    topk = torch.randint(0, 9, (5, 7, 2), dtype=torch.int32)
+    expected = hidden.clone()
+    with CheckpointWriter(out, plan, IDENTITY) as writer:
+        write_unit(writer, plan.units[0])
+        for number, unit in enumerate(plan.units[1:3]):
+            hidden.copy_(expected)
+            writer.save(f"state-{number}.safetensors", {"hidden": hidden, "topk": topk})
+            hidden.zero_()
+            write_unit(writer, unit)
+        write_unit(writer, plan.units[3])
+        states = [commit.record["state"] for commit in writer.commits]
+    assert states[0] is None
+    assert states[3] is None
+    assert states[1]["file"] == "state-0.safetensors"
+    path = out / WORK_FOLDER / "state-1.safetensors"
+    assert states[2] == {
+        "file": path.name,
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+    }
+    stored = load_file(path)
+    assert torch.equal(stored["hidden"], expected)
+    assert torch.equal(stored["topk"], topk)
+    assert not (out / WORK_FOLDER / "state-0.safetensors").exists()
+
+
+@pytest.mark.parametrize("piece", [7, 1000])
+def test_rows_of_a_tensor_may_come_one_after_the_other(
+    tmp_path: Path, plan: Plan, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writebehind, "PIECE", piece)
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    for folder in (whole, out):
+        prepare_folder(folder, plan, resume=False, overwrite=False)
+    write_all(whole, plan)
+    with CheckpointWriter(out, plan, IDENTITY) as writer:
+        for unit in plan.units:
+            for planned in unit.tensors:
+                tensor = TENSORS[planned.name]
+                if not tensor.ndim:
+                    writer.write(planned.name, tensor)
+                    continue
+                with pytest.raises(AssertionError, match="lacks"):
+                    writer.commit(unit, {})
+                for row in range(len(tensor)):
+                    writer.write(planned.name, tensor[row : row + 1], (row, row + 1))
+                with pytest.raises(AssertionError, match="written twice"):
+                    writer.write(planned.name, tensor[:1], (0, 1))
+            writer.commit(unit, {"unit": unit.name})
+        writer.finish({"model_type": "x"}, {"report": 1, "shards": writer.shard_hashes()})
+    assert contents(out) == contents(whole)
+
+
+def test_an_interrupt_keeps_what_was_committed_and_leaves_no_thread(
+    tmp_path: Path, plan: Plan
+) -> None:
+    out = tmp_path / "out"
+    prepare_folder(out, plan, resume=False, overwrite=False)
+    before = open_files()
+
+    def interrupted() -> None:
+        with CheckpointWriter(out, plan, IDENTITY) as writer:
+            for unit in plan.units[:3]:
+                write_unit(writer, unit)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert writing_threads() == []
+    assert open_files() == before
+    with CheckpointWriter(out, plan, IDENTITY) as writer:
+        assert [commit.unit for commit in writer.commits] == list(UNITS)[:3]

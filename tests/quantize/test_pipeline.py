@@ -68,7 +68,10 @@ def test_output_is_complete_and_verifies(
     assert len(experts) == 4 * 4 * 3  # 3 sparse layers and the MTP layer, 4 experts, 3 linears
     assert (len(report.linears) > len(experts)) == (recipe == "experts-and-dense")
     if settings.method == "gptq":
-        assert sum(r.error for r in report.linears) < 0.9 * sum(r.rtn_error for r in report.linears)
+        # On held-out tokens, of a model with random weights.
+        assert sum(r.error for r in report.linears) < 0.95 * sum(
+            r.rtn_error for r in report.linears
+        )
         assert {r.rung for r in report.linears} <= {"routed", "blended", "all-tokens"}
     else:
         assert all(r.error == r.rtn_error and r.rung == "weights-only" for r in report.linears)

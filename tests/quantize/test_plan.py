@@ -24,7 +24,7 @@ from halfbyte.core import (
 from halfbyte.errors import CheckpointError, RecipeError
 from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.int4 import output_tensors
-from halfbyte.formats.writer import lay_out_shards
+from halfbyte.formats.layout import lay_out_shards
 from halfbyte.quantize.memory import estimate_memory
 from halfbyte.quantize.plan import make_plan
 from halfbyte.quantize.recipe import load_recipe, recipe_names

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from halfbyte.core import ScaleSearch, Scheme
 from halfbyte.kernels.reference import dequantize_int4
 from halfbyte.quantize.rtn import round_to_nearest
-from halfbyte.quantize.scales import group_scales
+from halfbyte.quantize.scales import _least_squares_scales, group_scales
 from halfbyte.testing.numeric import first_difference
 
 SMALLEST_NORMAL = 2.0**-126
@@ -208,6 +208,29 @@ def test_groups_of_zeros_keep_a_positive_scale() -> None:
     assert bool((scales[:, :, 1] == SMALLEST_NORMAL).all())
     assert bool((scales != 0).all())
     assert not bool(round_to_nearest(weights, scales, Scheme())[:, :, 32:64].any())
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("group_size", [32, None])
+@pytest.mark.parametrize("shape", [(2, 129, 384), (1, 3, 40_960), (1, 1, 128)])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_searching_a_few_rows_at_a_time_changes_no_bit(
+    shape: tuple[int, int, int], group_size: int | None, weighted: bool, threads: int
+) -> None:
+    """Against the search over whole matrices."""
+    weights, scheme = weights_like_an_expert(*shape), Scheme(group_size=group_size)
+    importance = torch.rand(shape[0], shape[2], generator=torch.Generator().manual_seed(4))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = group_scales(weights, scheme, "mse", importance if weighted else None)
+    finally:
+        torch.set_num_threads(before)
+    for item, weight in enumerate(weights):
+        grouped = weight.unflatten(-1, (scheme.groups(shape[2]), -1))
+        columns = importance[item].sqrt().unflatten(-1, grouped.shape[-2:]) if weighted else None
+        whole = _least_squares_scales(grouped, scheme, columns)
+        assert torch.equal(found[item].view(torch.int16), whole.view(torch.int16))
 
 
 def test_one_importance_serves_the_whole_batch() -> None:
