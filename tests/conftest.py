@@ -1,4 +1,7 @@
-"""Checkpoints that tests share. Treat both as read-only; `tiny_copy` is there to be damaged."""
+"""Checkpoints that tests share. Treat both as read-only; `tiny_copy` is there to be damaged.
+
+Without a GPU, Triton interprets the kernels, so that their tests run anywhere.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from halfbyte.testing.tiny import write_tiny
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network
+if not torch.cuda.is_available():
+    # Read when Triton is first imported, which no import above does.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 

@@ -1,0 +1,105 @@
+"""CUDA sources without a GPU: the same text, compiled by the host's C++ compiler."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from halfbyte.kernels import jit
+
+SHIM = Path(__file__).with_name("host_cuda.h")
+
+
+class HostKernel:
+    """Called as `halfbyte.kernels.jit.Kernel` is, with tensors in host memory."""
+
+    def __init__(self, launcher: ctypes._NamedFuncPointer, shared_bytes: int) -> None:
+        self._launcher = launcher
+        self._launcher.restype = ctypes.c_bool
+        self._shared_bytes = shared_bytes
+
+    def __call__(
+        self, grid: tuple[int, int], threads: int, *arguments: torch.Tensor | int | float
+    ) -> None:
+        values = [_argument(argument) for argument in arguments]
+        pointers = (ctypes.c_void_p * len(values))(
+            *(ctypes.cast(ctypes.byref(value), ctypes.c_void_p) for value in values)
+        )
+        assert self._launcher(*grid, threads, ctypes.c_size_t(self._shared_bytes), pointers), (
+            f"wrote beyond the {self._shared_bytes} bytes of shared memory it asks for"
+        )
+
+
+def _argument(value: torch.Tensor | int | float) -> ctypes._SimpleCData[object]:
+    if isinstance(value, torch.Tensor):
+        assert value.is_contiguous()
+        return ctypes.c_void_p(value.data_ptr())
+    return ctypes.c_int(value) if isinstance(value, int) else ctypes.c_float(value)
+
+
+HostKernels = Callable[[str, str, int], HostKernel]
+
+
+@pytest.fixture(scope="session")
+def host_kernel(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
+    """Stands in for `halfbyte.kernels.jit.kernel`; compiles every source that is asked for."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++ to compile the CUDA sources with")
+    folder = tmp_path_factory.mktemp("host_cuda")
+    libraries: dict[str, ctypes.CDLL] = {}
+
+    def library(source: str) -> ctypes.CDLL:
+        code = (jit.SOURCES / f"{source}.cu").read_text()
+        names = re.findall(r'extern "C" __global__ void __launch_bounds__\(.*?\) (\w+)\(', code)
+        assert len(names) == code.count('extern "C"') > 0
+        launchers = "".join(f"HOST_LAUNCHER({name})\n" for name in names)
+        path = folder / f"{source}.cpp"
+        path.write_text(code.replace("extern __shared__", "extern") + launchers)
+        subprocess.run(
+            [
+                compiler, "-std=c++20", "-O2", "-ffp-contract=off", "-fno-strict-aliasing",
+                "-shared", "-fPIC", "-pthread", "-w", "-include", str(SHIM), str(path),
+                "-o", str(path.with_suffix(".so")),
+            ],
+            check=True,
+        )  # fmt: skip
+        return ctypes.CDLL(str(path.with_suffix(".so")))
+
+    def kernel(source: str, name: str, shared_bytes: int = 0) -> HostKernel:
+        if source not in libraries:
+            libraries[source] = library(source)
+        return HostKernel(getattr(libraries[source], f"launch_{name}"), shared_bytes)
+
+    return kernel
+
+
+@pytest.fixture
+def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes Triton's interpreter take BF16 in a matrix product for the numbers it stands for.
+
+    It keeps them as their 16 bits, which it would multiply as integers.
+    """
+    interpreter = pytest.importorskip(
+        "triton.runtime.interpreter", reason="Triton is not installed; it comes with torch on Linux"
+    )
+    import numpy as np
+    import triton.language as tl
+
+    def values(handle):  # type: ignore[no-untyped-def]
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle.data
+        return (handle.data.astype(np.uint32) << 16).view(np.float32)
+
+    def create_dot(self, a, b, total, *_):  # type: ignore[no-untyped-def]
+        product = np.matmul(values(a), values(b), dtype=total.data.dtype)
+        return interpreter.TensorHandle(product + total.data, total.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
