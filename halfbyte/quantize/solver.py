@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -62,6 +62,8 @@ def solve(
     """
     parts = tuple(parts) or (weights.shape[1],)
     batch = weights.shape[0]
+    if inputs is not None and inputs.held_out is not None and not inputs.held_out.shape[1]:
+        inputs = replace(inputs, held_out=None)  # too few tokens to hold one out
     search, signed = settings.scale_search, settings.signed_scales
     if settings.method == "rtn" or inputs is None:
         scales = group_scales(weights, scheme, search, signed=signed)

@@ -38,7 +38,9 @@ def _on_the_host(
 def problem(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights [2, N, K] and Hessians [2, K, K] of correlated inputs."""
     generator = torch.Generator().manual_seed(columns)
-    x = torch.randn(2, 400, 6, generator=generator) @ torch.randn(2, 6, columns, generator=generator)
+    x = torch.randn(2, 400, 6, generator=generator) @ torch.randn(
+        2, 6, columns, generator=generator
+    )
     x += torch.randn(2, 400, columns, generator=generator)
     x *= torch.randn(2, 1, columns, generator=generator).mul(0.5).exp()
     weights = torch.randn(2, rows, columns, generator=generator) / columns**0.5
@@ -188,9 +190,7 @@ class Descent:
         return codes, scales
 
     def by_torch(self, sweeps: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return refine(
-            self.weights, *self.start(), self.hessians, self.damping, self.scheme, sweeps
-        )
+        return refine(self.weights, *self.start(), self.hessians, self.damping, self.scheme, sweeps)
 
     def start(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.codes.clone(), self.scales.clone()
@@ -245,10 +245,11 @@ def test_one_block_descends_as_in_plain_torch_up_to_ties(group: int) -> None:
     same = (codes == expected_codes).all(-1) & (scales == expected_scales).all(-1)
     assert float(same.float().mean()) > 0.97
     assert float((scales != start.scales).float().mean()) > 0.3
-    objectives = (
-        start.objective(c, s) for c, s in ((codes, scales), (expected_codes, expected_scales))
+    # A row behind a tie ends elsewhere, but no worse on the whole.
+    ours = float(start.objective(codes, scales).sum())
+    assert ours == pytest.approx(
+        float(start.objective(expected_codes, expected_scales).sum()), rel=0.01
     )
-    torch.testing.assert_close(*objectives, rtol=0.05, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -54,9 +54,7 @@ class Problem:
     def objective(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """E (H + damping) Eᵀ of each row, float64 [B, N]."""
         rows = []
-        for item, (weight, code, scale) in enumerate(
-            zip(self.weights, codes, scales, strict=True)
-        ):
+        for item, (weight, code, scale) in enumerate(zip(self.weights, codes, scales, strict=True)):
             error = weight.double() - dequantize_int4(code, scale, torch.float64)
             rows.append(((error @ self.damped(item)) * error).sum(1))
         return torch.stack(rows)

@@ -130,15 +130,33 @@ def test_without_statistics_a_weight_is_rounded_on_its_own(
     assert linear.fallback == fallback
 
 
-def test_rtn_uses_statistics_only_to_measure() -> None:
+@pytest.mark.parametrize("held_out", [True, False])
+def test_rtn_uses_statistics_only_to_measure(held_out: bool) -> None:
     weights, hessians = problem()
-    inputs = Inputs(hessians, make_inputs(3, 9, 128, 1))
-    solved = solve(weights, SCHEME, inputs, Settings(method="rtn"))
+    held = make_inputs(3, 9, 128, 1) if held_out else None
+    solved = solve(weights, SCHEME, Inputs(hessians, held), Settings(method="rtn"))
     assert first_difference(solved.codes, solve(weights, SCHEME, None, Settings()).codes) is None
     linear = only(solved, 1)
-    expected = relative_error(weights[1], solved.codes[1], solved.scales[1], hessians[1])
+    seen = hessians[1] if held is None else held[1].T @ held[1]
+    expected = relative_error(weights[1], solved.codes[1], solved.scales[1], seen)
     assert linear.error == linear.rtn_error == pytest.approx(expected, rel=1e-4)
     assert fallbacks(solved) == [[None]] * 3
+
+
+def test_errors_are_measured_on_held_out_inputs_where_there_are_any() -> None:
+    weights, hessians = problem()
+    held = make_inputs(3, 40, 128, 7)
+    solved = solve(weights, SCHEME, Inputs(hessians, held), Settings(), (10, 14))
+    plain = group_scales(weights, SCHEME, "mse", factorize(hessians, 0.01).pivots)
+    rounded = round_to_nearest(weights, plain, SCHEME)
+    for item in range(3):
+        for part, linear in zip((slice(10), slice(10, 24)), solved.linears[item], strict=True):
+            where = item, part
+            moment = held[item].double().T @ held[item].double()
+            ours = relative_error(weights[where], linear.codes, linear.scales, moment)
+            theirs = relative_error(weights[where], rounded[where], plain[where], moment)
+            assert linear.error == pytest.approx(ours, rel=1e-4)
+            assert linear.rtn_error == pytest.approx(theirs, rel=1e-4)
 
 
 def test_minmax_scales_are_those_of_the_weights_alone() -> None:
@@ -276,7 +294,7 @@ def test_a_result_that_fits_only_what_it_has_seen_gives_way_to_plain_rounding() 
     linear = only(solved, 1)
     assert first_difference(linear.codes, rounded[1]) is None
     assert linear.error == linear.rtn_error
-    expected = relative_error(weights[1], rounded[1], plain[1], hessians[1])
+    expected = relative_error(weights[1], rounded[1], plain[1], unlike[0].T @ unlike[0])
     assert linear.error == pytest.approx(expected, rel=1e-4)
     # The choice is the right one in both cases.
     for item in range(2):
@@ -315,7 +333,12 @@ def test_rows_of_zeros_count_for_nothing() -> None:
     ]
 
 
-def test_no_held_out_input_at_all_checks_nothing() -> None:
+def test_no_held_out_input_at_all_is_as_if_none_were_given() -> None:
+    """Fewer tokens than one in so many hold none out: errors are those on the Hessian."""
     weights, hessians, _, _ = starved_problem()
-    solved = solve(weights, SCHEME, Inputs(hessians, torch.zeros(2, 0, 128)), Settings())
-    assert fallbacks(solved) == [[None], [None]]
+    empty = solve(weights, SCHEME, Inputs(hessians, torch.zeros(2, 0, 128)), Settings())
+    none = solve(weights, SCHEME, Inputs(hessians), Settings())
+    assert fallbacks(empty) == [[None], [None]]
+    for item in range(2):
+        assert 0 < only(empty, item).error == only(none, item).error
+        assert 0 < only(empty, item).rtn_error == only(none, item).rtn_error
