@@ -34,7 +34,7 @@ TORCH = 250_000_000
 """Resident bytes of Python with torch imported; measured, torch 2.13 on x86-64."""
 TRANSFORMERS = 270_000_000
 """What transformers' modules and a tokenizer add."""
-EXPERTS_IN_WORK = {"cpu": 1 << 30, "cuda": 32 << 30}
+EXPERTS_IN_WORK = {"cpu": 1 << 30, "cuda": 26 << 30}
 """Working memory for experts that are solved together; one expert may need more."""
 BATCH_ELEMENTS = {"cpu": 0, "cuda": 1 << 27}
 """Elements of linears that are rounded together; one linear may have more."""
