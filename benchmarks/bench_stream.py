@@ -216,9 +216,9 @@ def main() -> None:
     print(f"{'quantize run, rtn':24}{run:10.2f}{record['run_gb_per_s']:8.3f}")
     print(f"{'  without its start':24}{statistics.median(inside):10.2f}")
     print(
-        f"{nbytes / 1e9:.2f} GB in {options.shards} shards; ratio {record['ratio']:.2f}; ", end=""
+        f"{nbytes / 1e9:.2f} GB in {options.shards} shards; ratio {run / cp:.2f}; "
+        f"{statistics.median(work):.1f} s of CPU; peak resident memory {peak / 2**30:.2f} GiB"
     )
-    print(f"peak resident memory {peak / 2**30:.2f} GiB")
     line = json.dumps(record)
     print(line)
     if options.json:

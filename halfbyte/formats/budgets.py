@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 READ_AHEAD: Mapping[str, int] = {"cpu": 32 << 20, "cuda": 512 << 20}
 """Bytes read and not yet asked for."""
-WRITE_BEHIND: Mapping[str, int] = {"cpu": 64 << 20, "cuda": 512 << 20}
+WRITE_BEHIND: Mapping[str, int] = {"cpu": 32 << 20, "cuda": 512 << 20}
 """Bytes handed to the writer and not yet in the file."""
 PIECE = 16 << 20
 """What large tensors are copied and written in."""

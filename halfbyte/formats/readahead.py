@@ -7,6 +7,7 @@ the order is read by whoever asks. So no order can give wrong bytes or stand sti
 
 from __future__ import annotations
 
+import mmap
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -234,7 +235,14 @@ class ReadAhead:
             del data, read, begun
 
     def _read(self, wanted: ByteRange) -> torch.Tensor:
-        size = wanted.end - wanted.begin
-        data = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+        data = _buffer(wanted.end - wanted.begin, pinned=self._pinned)
         self._fill(wanted, data.numpy().data)
         return data
+
+
+def _buffer(size: int, *, pinned: bool) -> torch.Tensor:
+    """Fresh memory, uint8 [size], which goes back to where it came from with its last view."""
+    if pinned:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    # Not from malloc: what one thread allocates and another frees piles up in its arenas.
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)

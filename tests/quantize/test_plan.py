@@ -22,10 +22,11 @@ from halfbyte.core import (
     Settings,
 )
 from halfbyte.errors import CheckpointError, RecipeError
+from halfbyte.formats.budgets import READ_AHEAD, WRITE_BEHIND
 from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.int4 import output_tensors
 from halfbyte.formats.layout import lay_out_shards
-from halfbyte.quantize.memory import estimate_memory
+from halfbyte.quantize.memory import TORCH, estimate_memory
 from halfbyte.quantize.plan import make_plan
 from halfbyte.quantize.recipe import load_recipe, recipe_names
 from halfbyte.testing.glm52 import write_glm52
@@ -118,6 +119,23 @@ def test_memory_is_far_below_the_model(default_plan: Plan) -> None:
     on_gpu = estimate_memory(default_plan.units, settings, default_plan.checkpoint.config)
     assert on_gpu.gpu + on_gpu.host == sum(on_gpu.detail.values())
     assert 0 < on_gpu.gpu < 64e9
+    assert on_gpu.host < 4e9
+
+
+def test_memory_of_a_data_free_run_counts_what_is_on_its_way(default_plan: Plan) -> None:
+    model = default_plan.checkpoint.config
+    on_gpu = estimate_memory(default_plan.units, Settings(method="rtn", device="cuda:1"), model)
+    assert on_gpu.host == TORCH + READ_AHEAD["cuda"] + WRITE_BEHIND["cuda"]
+    # Ten linears of an expert, or one of attention, four times in float32.
+    assert 4 * 4 * 6144 * 16384 <= on_gpu.gpu < 3e9
+    on_cpu = estimate_memory(default_plan.units, Settings(method="rtn"), model)
+    assert on_cpu.gpu == 0
+    assert on_cpu.detail["read ahead"] == READ_AHEAD["cpu"]
+    assert on_cpu.host < 1.5e9
+    one = estimate_memory(default_plan.units[-1:], Settings(method="rtn"), model)
+    assert one.detail["written behind"] == WRITE_BEHIND["cpu"]
+    none = estimate_memory((), Settings(method="rtn"), model)
+    assert none.host == TORCH
 
 
 def test_planning_never_imports_torch(glm52: Checkpoint) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from halfbyte.core import ScaleSearch, Scheme
 from halfbyte.kernels.reference import dequantize_int4
+from halfbyte.quantize import scales as scales_module
 from halfbyte.quantize.rtn import round_to_nearest
 from halfbyte.quantize.scales import _divisors, _least_squares_scales, group_scales
 from halfbyte.testing.numeric import first_difference
@@ -215,15 +216,21 @@ def test_groups_of_zeros_keep_a_positive_scale() -> None:
 @pytest.mark.parametrize("shape", [(2, 129, 384), (1, 3, 40_960), (1, 1, 128)])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_searching_a_few_rows_at_a_time_changes_no_bit(
-    shape: tuple[int, int, int], group_size: int | None, weighted: bool, threads: int
+    shape: tuple[int, int, int],
+    group_size: int | None,
+    weighted: bool,
+    threads: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Against the search over whole matrices."""
     weights, scheme = weights_like_an_expert(*shape), Scheme(group_size=group_size)
     importance = torch.rand(shape[0], shape[2], generator=torch.Generator().manual_seed(4))
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
+    monkeypatch.setattr(scales_module, "CACHED", 9 * shape[2])
     try:
         found = group_scales(weights, scheme, "mse", importance if weighted else None)
+        assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
     for item, weight in enumerate(weights):
