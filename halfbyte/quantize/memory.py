@@ -32,7 +32,7 @@ from halfbyte.units import format_gib
 
 TORCH = 250_000_000
 """Resident bytes of Python with torch imported; measured, torch 2.13 on x86-64."""
-TRANSFORMERS = 270_000_000
+TRANSFORMERS = 340_000_000
 """What transformers' modules and a tokenizer add."""
 EXPERTS_IN_WORK = {"cpu": 1 << 30, "cuda": 26 << 30}
 """Working memory for experts that are solved together; one expert may need more."""
