@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from halfbyte import env
@@ -21,3 +23,14 @@ def test_switch_refuses_other_values(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="HALFBYTE_DEBUG is 'please'") as caught:
         env.debug()
     assert caught.value.hint == "set HALFBYTE_DEBUG=1 or HALFBYTE_DEBUG=0"
+
+
+def test_cache_folder_is_the_one_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HALFBYTE_CACHE", raising=False)
+    assert env.cache_folder() == tmp_path / ".cache" / "halfbyte"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert env.cache_folder() == tmp_path / "xdg" / "halfbyte"
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "own"))
+    assert env.cache_folder() == tmp_path / "own"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,3 +119,15 @@ def test_public_names_resolve() -> None:
         assert getattr(halfbyte, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'absent'"):
         halfbyte.absent  # noqa: B018
+
+
+def test_files_that_are_no_code_are_packaged() -> None:
+    pyproject = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
+    patterns = pyproject["tool"]["setuptools"]["package-data"]["halfbyte"]
+    packaged = {file for pattern in patterns for file in PACKAGE.glob(pattern)}
+    others = {
+        file
+        for file in PACKAGE.rglob("*")
+        if file.is_file() and file.suffix != ".py" and "__pycache__" not in file.parts
+    }
+    assert {str(file.relative_to(PACKAGE)) for file in others - packaged} == set()

@@ -84,7 +84,9 @@ class LayerQuantizer:
             reports += self._experts(unit.index, routing, planned, emit)
         del routing
         check_finite(self.state.hidden, unit.name)
-        return reports
+        # Not in the order of solving, which follows how many experts are solved at once.
+        place = {tensor.module: number for number, tensor in enumerate(unit.tensors)}
+        return sorted(reports, key=lambda report: place[report.name])
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """The state by name, as `load` takes it up again. It changes with the next layer."""

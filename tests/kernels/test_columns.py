@@ -1,13 +1,12 @@
-"""The CUDA column kernels, run on the CPU, against float64 and against their plain-torch twins.
+"""The CUDA column kernels against float64 and against their plain-torch twins.
 
-`host_kernel` compiles the very source with the host's compiler, and Triton interprets the matrix
-products around it. What this cannot see is how the GPU rounds sums in its matrix units.
+Without a GPU `host_kernel` compiles the very source with the host's compiler, and Triton interprets
+the matrix products around it. What that cannot see is how matrix units round their sums.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -21,18 +20,21 @@ from halfbyte.testing.numeric import first_difference
 
 pytest.importorskip("triton", reason="Triton is not installed; it comes with torch on Linux")
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHANNEL = Scheme(group_size=None)
 DAMPENING = 0.01
 
 
 @pytest.fixture(autouse=True)
-def _on_the_host(
-    host_kernel: Any, bfloat16_products: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _on_the_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cuda":
+        return
     from halfbyte.kernels import columns, refinement
 
-    monkeypatch.setattr(columns, "kernel", host_kernel)
-    monkeypatch.setattr(refinement, "kernel", host_kernel)
+    request.getfixturevalue("bfloat16_products")
+    kernel = request.getfixturevalue("host_kernel")
+    monkeypatch.setattr(columns, "kernel", kernel)
+    monkeypatch.setattr(refinement, "kernel", kernel)
 
 
 def problem(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,14 +68,14 @@ def rounded_by_kernels(
     from halfbyte.kernels.columns import round_columns
 
     return round_columns(
-        weights,
-        as_kernels_store_it(factor),
-        factor.order,
-        scales,
+        weights.to(DEVICE),
+        as_kernels_store_it(factor).to(DEVICE),
+        factor.order.to(DEVICE),
+        scales.to(DEVICE),
         scheme.columns_per_group(weights.shape[-1]),
         scheme.code_min,
         scheme.code_max,
-    )
+    ).cpu()
 
 
 def textbook(
@@ -173,18 +175,20 @@ class Descent:
         from halfbyte.kernels.refinement import descend
 
         columns = self.weights.shape[-1]
-        errors, codes, scales = self.errors(self.codes, self.scales), *self.start()
+        made = self.errors(self.codes, self.scales), *self.start()
+        errors, codes, scales = (tensor.to(DEVICE) for tensor in made)
         descend(
             errors,
             codes,
             scales,
-            self.hessians,
-            self.damping,
+            self.hessians.to(DEVICE),
+            self.damping.to(DEVICE),
             self.scheme.columns_per_group(columns),
             self.scheme.code_min,
             self.scheme.code_max,
             sweeps,
         )
+        errors, codes, scales = errors.cpu(), codes.cpu(), scales.cpu()
         # They keep the errors up to date themselves.
         torch.testing.assert_close(errors, self.errors(codes, scales), rtol=0, atol=2e-6)
         return codes, scales

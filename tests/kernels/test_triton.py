@@ -14,7 +14,10 @@ from halfbyte.kernels.reference import add_rows, dequantize_int4, pack_int4
 from halfbyte.quantize.scales import _divisors, group_scales
 from halfbyte.testing.numeric import first_difference, relative_error
 
-pytest.importorskip("triton", reason="Triton is not installed; it comes with torch on Linux")
+triton = pytest.importorskip(
+    "triton", reason="Triton is not installed; it comes with torch on Linux"
+)
+import triton.language as tl  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OUTPUTS = (torch.float32, torch.bfloat16) if DEVICE == "cuda" else (torch.float32,)
@@ -131,8 +134,6 @@ def test_the_gradient_of_refinement_is_errors_times_damped_hessian(
     columns: int, first: int, bfloat16_products: None
 ) -> None:
     """First from all errors, then what the change of 128 columns adds for the 128 behind them."""
-    import triton
-
     from halfbyte.kernels.refinement import _add_product
 
     rows, pitch = 5, 512 if columns > 512 else 128
@@ -190,19 +191,15 @@ def test_weighted_rows_are_added_as_the_reference_adds_them(dtype: torch.dtype) 
         assert first_difference(found, total) is None
 
 
+@triton.jit
+def _apply(values, out, FUNCTION: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.arange(0, SIZE)
+    tl.store(out + place, FUNCTION(tl.load(values + place)))
+
+
 @pytest.mark.parametrize("name", ["nearest_integer", "nearest_tf32", "nearest_bfloat16"])
 def test_rounding_is_half_to_even(name: str) -> None:
-    import triton
-    import triton.language as tl
-
     from halfbyte.kernels import rounding
-
-    function = getattr(rounding, name)
-
-    @triton.jit
-    def kernel(values, out, FUNCTION: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-        place = tl.arange(0, SIZE)
-        tl.store(out + place, FUNCTION(tl.load(values + place)))
 
     halves = torch.arange(-512, 512).float() / 2
     ties = 1 + torch.arange(1024).float() / 2**11  # between two of TF32
@@ -213,5 +210,5 @@ def test_rounding_is_half_to_even(name: str) -> None:
         "nearest_bfloat16": values.bfloat16().float(),
     }[name]
     out = torch.empty_like(values).to(DEVICE)
-    kernel[(1,)](values.to(DEVICE), out, FUNCTION=function, SIZE=4096)
+    _apply[(1,)](values.to(DEVICE), out, FUNCTION=getattr(rounding, name), SIZE=4096)
     assert first_difference(out.cpu(), expected) is None

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from halfbyte.calibration import runner as runner_module
-from halfbyte.core import Plan, RunReport, Settings
+from halfbyte.core import Placement, Plan, RunReport, Settings
 from halfbyte.errors import CalibrationError, CheckpointError, ResumeError
 from halfbyte.evals.model import load_model
 from halfbyte.formats.checkpoint import open_checkpoint
@@ -153,6 +153,16 @@ def test_same_input_same_bytes(tmp_path: Path) -> None:
     quantize(source, first)
     quantize(source, second)
     assert contents(first) == contents(second)
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_how_many_experts_are_solved_at_once_changes_no_byte(tmp_path: Path, at_once: int) -> None:
+    plan = plan_of(write_tiny(tmp_path / "tiny"))
+    assert plan.memory.placement.experts_at_once == 4
+    pipeline.run(plan, tmp_path / "together", tokens=tokens())
+    memory = replace(plan.memory, placement=Placement(at_once))
+    pipeline.run(replace(plan, memory=memory), tmp_path / "apart", tokens=tokens())
+    assert contents(tmp_path / "apart") == contents(tmp_path / "together")
 
 
 class Crash(BaseException):
