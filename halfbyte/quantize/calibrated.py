@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from halfbyte.calibration.inputs import (
     collect_linear_inputs,
     input_of,
     is_routed_expert,
+    second_moment,
 )
 from halfbyte.calibration.mtp import mtp_input
 from halfbyte.calibration.routing import Routing
@@ -39,10 +41,23 @@ from halfbyte.errors import ResumeError
 from halfbyte.formats.files import file_sha256, sync_folder
 from halfbyte.kernels.reference import dequantize_int4
 from halfbyte.quantize.memory import experts_at_once
-from halfbyte.quantize.solver import Solved, solve
+from halfbyte.quantize.readers import ScalableInput, scalable_inputs
+from halfbyte.quantize.smoothing import ScaleSearch, Smoothing
+from halfbyte.quantize.solver import solve
 
+Stack = Sequence[tuple[TensorPlan | None, torch.Tensor]]
+"""Linears that read the same input, quantized as one: their plans and weights float32 [N, K]."""
 Emit = Callable[[TensorPlan, QuantizedWeight], None]
 """Takes a finished linear away, to be packed and written."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerResult:
+    """What became of a layer."""
+
+    reports: tuple[LinearReport, ...]
+    smoothing: Smoothing
+    """The scales of its inputs; its tensors that stay floating point are written with them."""
 
 
 @dataclass
@@ -56,7 +71,7 @@ class LayerQuantizer:
     state: State | None = None
     """Input of the next layer; None before the embedding."""
 
-    def run(self, unit: Unit, emit: Emit) -> list[LinearReport]:
+    def run(self, unit: Unit, emit: Emit) -> LayerResult:
         """Quantize what the plan says of a decoder (or MTP) layer and move the state through it.
 
         Raises CalibrationError when an activation is not finite.
@@ -68,15 +83,16 @@ class LayerQuantizer:
         if depth >= 0:
             self.state = mtp_input(self.runner, unit.index, self.state, self.tokens, depth)
         planned = {t.module: t for t in unit.tensors if t.action == "quantize"}
+        search = self._scale_search(unit, planned)
         layer = self.runner.load_layer(unit.index)
-        reports = self._plain_linears(unit, layer, planned, emit)
+        reports = self._plain_linears(unit, layer, search, emit)
         routing = self.runner.forward(layer, self.state)
         del layer
         if routing is not None:
-            reports += self._experts(unit.index, routing, planned, emit)
+            reports += self._experts(unit.index, routing, search, emit)
         del routing
         check_finite(self.state.hidden, unit.name)
-        return reports
+        return LayerResult(tuple(reports), search.smoothing)
 
     def save(self, path: Path) -> str:
         """Store the state, durably; the SHA-256 of the file."""
@@ -100,10 +116,19 @@ class LayerQuantizer:
         tensors = load_file(path, device=str(self.runner.device))
         self.state = State(tensors["hidden"], tensors.get("topk"))
 
+    def _scale_search(self, unit: Unit, planned: Mapping[str, TensorPlan]) -> ScaleSearch:
+        """For the inputs of a layer that may be scaled: none under methods that do not."""
+        inputs: tuple[ScalableInput, ...] = ()
+        if self.settings.scales_inputs:
+            inputs, _ = scalable_inputs(unit)
+        read = partial(self.runner.read, dtype=torch.float32)
+        return ScaleSearch(Smoothing(inputs), planned, read, self.settings)
+
     def _plain_linears(
-        self, unit: Unit, layer: nn.Module, planned: Mapping[str, TensorPlan], emit: Emit
+        self, unit: Unit, layer: nn.Module, search: ScaleSearch, emit: Emit
     ) -> list[LinearReport]:
         """Quantize the linears that are not routed experts, and put them in their place."""
+        planned = search.planned
         modules = [name for name in planned if not is_routed_expert(name)]
         if not modules:
             return []
@@ -111,21 +136,24 @@ class LayerQuantizer:
         assert unit.index is not None
         prefix = self.runner.architecture.layer_name(unit.index)
         inputs = collect_linear_inputs(self.runner, layer, prefix, modules, self.state)
+        by_module = {m: inputs[input_of(m)] for m in modules if input_of(m) in inputs}
+        search.plain_inputs(by_module, self._experts_per_token())
         reports = []
         for module in modules:
             plan = planned[module]
             weight = self.runner.read(plan.name, torch.float32)
-            stats = inputs.get(input_of(module))
-            solved = self._solve([weight], plan, [stats])
-            reports += _hand_over([(plan, weight)], solved, 0, stats, emit)
+            batch = [[(plan, weight)]]
+            done, [[served]] = self._solve(batch, [by_module.get(module)], search.smoothing, emit)
+            reports += done
             linear = layer.get_submodule(module.removeprefix(prefix))
-            linear.weight = nn.Parameter(
-                solved.dequantized(0).to(self.runner.dtype), requires_grad=False
-            )
+            linear.weight = nn.Parameter(served.to(self.runner.dtype), requires_grad=False)
         return reports
 
+    def _experts_per_token(self) -> int:
+        return int(getattr(self.runner.architecture.config, "num_experts_per_tok", 0) or 0)
+
     def _experts(
-        self, index: int, routing: Routing, planned: Mapping[str, TensorPlan], emit: Emit
+        self, index: int, routing: Routing, search: ScaleSearch, emit: Emit
     ) -> list[LinearReport]:
         """Quantize the routed experts of a layer and add their outputs to the state."""
         assert self.state is not None
@@ -133,77 +161,125 @@ class LayerQuantizer:
         prefix = f"{runner.architecture.layer_name(index)}mlp.experts."
         inputs = ExpertInputs(routing, f"layers.{index}")
         config = runner.architecture.config
+        smoothing = search.smoothing
+        if smoothing.inputs and (tokens := len(routing.hidden)):
+            loads = [routing.tokens(e) / tokens for e in range(config.n_routed_experts)]
+            search.experts_input(second_moment(routing.hidden) / tokens, loads)
         step = experts_at_once(config.to_dict(), self.settings.device)
         for start in range(0, config.n_routed_experts, step):
             chunk = range(start, min(start + step, config.n_routed_experts))
             weights = [runner.load_expert(index, expert) for expert in chunk]
             plans = [
-                {leaf: planned.get(f"{prefix}{expert}.{leaf}") for leaf in weights[0]}
+                {leaf: search.planned.get(f"{prefix}{expert}.{leaf}") for leaf in weights[0]}
                 for expert in chunk
             ]
+            for expert, plan, weight in zip(chunk, plans, weights, strict=True):
+                self._scale_inner(routing, inputs, expert, plan["down_proj"], weight, search)
             # One scheme for all experts of a layer, gate with up: the recipe guarantees it.
-            gate_up = plans[0]["gate_proj"]
-            if gate_up is not None:
+            if plans[0]["gate_proj"] is not None:
                 stats = [inputs.gate_up(expert) for expert in chunk]
-                both = [torch.cat([w["gate_proj"], w["up_proj"]]) for w in weights]
-                solved = self._solve(both, gate_up, stats)
-                for i, (plan, weight) in enumerate(zip(plans, weights, strict=True)):
-                    pair = [(plan[leaf], weight[leaf]) for leaf in ("gate_proj", "up_proj")]
-                    reports += _hand_over(pair, solved, i, stats[i], emit)
-                    weight["gate_proj"], weight["up_proj"] = solved.dequantized(i).chunk(2)
+                leaves: tuple[str, ...] = ("gate_proj", "up_proj")
+                reports += self._solve_experts(leaves, plans, weights, stats, smoothing, emit)
             inner = [
                 runner.inner(
                     routing.hidden[routing.rows(expert)], weight["gate_proj"], weight["up_proj"]
                 )
                 for expert, weight in zip(chunk, weights, strict=True)
             ]
-            if (down := plans[0]["down_proj"]) is not None:
+            if plans[0]["down_proj"] is not None:
                 stats = [
                     inputs.down(runner, x, weight["gate_proj"], weight["up_proj"])
                     for x, weight in zip(inner, weights, strict=True)
                 ]
-                solved = self._solve([w["down_proj"] for w in weights], down, stats)
-                for i, (plan, weight) in enumerate(zip(plans, weights, strict=True)):
-                    single = [(plan["down_proj"], weight["down_proj"])]
-                    reports += _hand_over(single, solved, i, stats[i], emit)
-                    weight["down_proj"] = solved.dequantized(i)
+                leaves = ("down_proj",)
+                reports += self._solve_experts(leaves, plans, weights, stats, smoothing, emit)
             for expert, x, weight in zip(chunk, inner, weights, strict=True):
                 if len(x):
                     runner.add_expert(self.state, routing, expert, x, weight["down_proj"])
         return reports
 
+    def _scale_inner(
+        self,
+        routing: Routing,
+        inputs: ExpertInputs,
+        expert: int,
+        down: TensorPlan | None,
+        weights: Mapping[str, torch.Tensor],
+        search: ScaleSearch,
+    ) -> None:
+        """Search the scales between up and down of one expert, before either is quantized."""
+        if down is None or search.smoothing.input_of(down.module) is None:
+            return
+        stats = None
+        if routing.tokens(expert):
+            gate, up = weights["gate_proj"], weights["up_proj"]
+            inner = self.runner.inner(routing.hidden[routing.rows(expert)], gate, up)
+            stats = inputs.down(self.runner, inner, gate, up)
+        search.inner(down.module, weights["down_proj"], stats)
+
+    def _solve_experts(
+        self,
+        leaves: Sequence[str],
+        plans: Sequence[Mapping[str, TensorPlan | None]],
+        weights: Sequence[dict[str, torch.Tensor]],
+        stats: Sequence[InputStats | None],
+        smoothing: Smoothing,
+        emit: Emit,
+    ) -> list[LinearReport]:
+        """Quantize these linears of a chunk of experts, and put them in the weights' place."""
+        batch = [
+            [(plan[leaf], weight[leaf]) for leaf in leaves]
+            for plan, weight in zip(plans, weights, strict=True)
+        ]
+        reports, served = self._solve(batch, stats, smoothing, emit)
+        for weight, parts in zip(weights, served, strict=True):
+            weight.update(zip(leaves, parts, strict=True))
+        return reports
+
     def _solve(
         self,
-        weights: Sequence[torch.Tensor],
-        plan: TensorPlan,
+        batch: Sequence[Stack],
         stats: Sequence[InputStats | None],
-    ) -> Solved:
-        assert plan.scheme is not None
-        hessians = [s.hessian for s in stats if s is not None]
-        return solve(
-            torch.stack(list(weights)),
-            plan.scheme,
-            torch.stack(hessians) if hessians else None,
-            self.settings,
+        smoothing: Smoothing,
+        emit: Emit,
+    ) -> tuple[list[LinearReport], list[list[torch.Tensor]]]:
+        """Quantize stacks of linears, each with the statistics of its input; emit and report each.
+
+        The second result has every linear of every stack as it will be served, float32 [N, K], but
+        with the scaling undone: as it acts in the layer as it was.
+        """
+        scheme = _planned(batch[0][0][0]).scheme
+        assert scheme is not None
+        weights = torch.stack(
+            [
+                torch.cat([smoothing.apply(_planned(plan).name, weight) for plan, weight in stack])
+                for stack in batch
+            ]
         )
+        hessians = [
+            smoothing.moment(_planned(stack[0][0]).module, known.hessian)
+            for stack, known in zip(batch, stats, strict=True)
+            if known is not None
+        ]
+        solved = solve(weights, scheme, torch.stack(hessians) if hessians else None, self.settings)
+        reports, served = [], []
+        for i, (stack, known) in enumerate(zip(batch, stats, strict=True)):
+            whole, parts, row = solved.dequantized(i), [], 0
+            for plan, weight in stack:
+                plan, stop = _planned(plan), row + weight.shape[0]
+                quantized, rtn_error = solved.rows(i, row, stop)
+                emit(plan, quantized)
+                scaled = weights[i, row:stop]
+                reports.append(report_of(plan, scaled, quantized, rtn_error, known))
+                parts.append(smoothing.undo(plan.name, whole[row:stop]))
+                row = stop
+            served.append(parts)
+        return reports, served
 
 
-def _hand_over(
-    linears: Sequence[tuple[TensorPlan | None, torch.Tensor]],
-    solved: Solved,
-    item: int,
-    stats: InputStats | None,
-    emit: Emit,
-) -> list[LinearReport]:
-    """Split what was solved as one stack of rows into its linears; emit and report each."""
-    reports, row = [], 0
-    for plan, weight in linears:
-        assert plan is not None
-        quantized, rtn_error = solved.rows(item, row, row + weight.shape[0])
-        row += weight.shape[0]
-        emit(plan, quantized)
-        reports.append(report_of(plan, weight, quantized, rtn_error, stats))
-    return reports
+def _planned(plan: TensorPlan | None) -> TensorPlan:
+    assert plan is not None
+    return plan
 
 
 def report_of(
@@ -213,7 +289,10 @@ def report_of(
     rtn_error: float,
     stats: InputStats | None,
 ) -> LinearReport:
-    """The line of the run report on a quantized linear; `weight` float32 [N, K] is its source."""
+    """The line of the run report on a quantized linear.
+
+    `weight` float32 [N, K] is its source, scaled as `quantized` is.
+    """
     off = weight - dequantize_int4(quantized.codes, quantized.scales)
     energy = float(weight.square().sum(dtype=torch.float64))
     return LinearReport(

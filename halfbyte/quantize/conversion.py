@@ -9,25 +9,33 @@ from halfbyte.formats import int4
 from halfbyte.formats.shards import ShardReader, require_finite
 from halfbyte.formats.writer import CheckpointWriter
 from halfbyte.quantize.calibrated import report_of
+from halfbyte.quantize.smoothing import Smoothing
 from halfbyte.quantize.solver import solve
 
 
 def convert(
-    tensor: TensorPlan, settings: Settings, reader: ShardReader, writer: CheckpointWriter
+    tensor: TensorPlan,
+    settings: Settings,
+    reader: ShardReader,
+    writer: CheckpointWriter,
+    smoothing: Smoothing,
 ) -> list[LinearReport]:
     """Carry out one decision of the plan; a linear that was quantized is reported.
 
+    `smoothing` has the scales of the layer's inputs, and changes the tensors that take part.
     Raises CheckpointError for values that are not finite, even in a copy.
     """
     if tensor.action == "dequantize":
-        writer.write(tensor.outputs[0].name, reader.read_weight(tensor.source, torch.bfloat16))
+        # Rounded once: to what BF16 holds of the scaled weight.
+        weight = smoothing.apply(tensor.name, reader.read_weight(tensor.source))
+        writer.write(tensor.outputs[0].name, weight.to(torch.bfloat16))
     elif tensor.action == "copy":
         for part, output in zip(tensor.source.parts.values(), tensor.outputs, strict=True):
             stored = reader.read(part)
             if stored.is_floating_point():
                 # torch has no comparisons of FP8 numbers.
                 require_finite(part, stored if stored.element_size() > 1 else stored.bfloat16())
-            writer.write(output.name, stored)
+            writer.write(output.name, smoothing.apply(tensor.name, stored))
     elif tensor.action == "quantize":
         assert tensor.scheme is not None
         weight = reader.read_weight(tensor.source, torch.float32, settings.device)

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.core import LinearReport, Plan, RunReport, Settings, Unit
+from halfbyte.core import LinearReport, Plan, RunReport, ScaledInput, Settings, Unit
 from halfbyte.errors import CheckpointError, ResumeError
 from halfbyte.formats.config import without_quantization
 from halfbyte.formats.folder import CONFIG_FILE, REPORT_FILE, WORK_FOLDER, prepare_folder
@@ -80,6 +80,7 @@ def _finish(
             hint="quantize the checkpoint as it is now: start again with --overwrite",
         )
     linears = tuple(LinearReport(**r) for c in writer.commits for r in c.record["linears"])
+    scaled = tuple(ScaledInput(**r) for c in writer.commits for r in c.record["scaled"])
     report = RunReport(
         output=str(output),
         fingerprint=plan.fingerprint,
@@ -91,6 +92,7 @@ def _finish(
         bytes_out=plan.bytes_out,
         shards=writer.shard_hashes(),
         linears=linears,
+        scaled=scaled,
         warnings=plan.warnings,
         seconds=time.monotonic() - started,
         peak_bytes=peak_host_bytes(),
@@ -195,6 +197,7 @@ def _work(
 ) -> None:
     """Do what is left of the plan, unit by unit."""
     from halfbyte.quantize.conversion import convert, write_int4
+    from halfbyte.quantize.smoothing import Smoothing
 
     done = len(writer.commits)
     sizes = [sum(t.source.nbytes for t in unit.tensors) for unit in plan.units]
@@ -211,19 +214,21 @@ def _work(
     for i, unit in enumerate(plan.units):
         if i < done:
             continue
-        record: dict[str, Any] = {"linears": [], "state": None}
+        record: dict[str, Any] = {"linears": [], "scaled": [], "state": None}
         in_layers = layers is not None and unit.kind in ("layer", "mtp") and i <= last
         if in_layers:
             assert layers is not None
-            reports = layers.run(unit, partial(write_int4, writer))
+            result = layers.run(unit, partial(write_int4, writer))
+            reports, smoothing = list(result.reports), result.smoothing
             if i < last:
                 file = f"state-{i}.safetensors"
                 record["state"] = {"file": file, "sha256": layers.save(writer.work / file)}
         else:
-            reports = []
+            reports, smoothing = [], Smoothing()
         for tensor in unit.tensors:
             if tensor.action != "quantize" or not in_layers:
-                reports += convert(tensor, plan.settings, reader, writer)
+                reports += convert(tensor, plan.settings, reader, writer, smoothing)
+        record["scaled"] = [asdict(scaled) for scaled in smoothing.report()]
         record["linears"] = [asdict(report) for report in reports]
         writer.commit(unit, record)
         for stale in writer.work.glob("state-*.safetensors"):

@@ -63,17 +63,21 @@ def solve(
     """Quantize `weights` float32 [B, N, K] by the method, engine and scale search of `settings`.
 
     `hessians` float32 [B, K, K] are the second moments of their inputs, or [1, K, K] when all
-    read the same one. The method rtn only measures with them. Without them a weight is rounded on
-    its own, which under the method gptq is the fallback "rtn". No weight's result depends on the
-    others in the batch.
+    read the same one. Methods that only round (rtn, awq) measure with them. Without them a weight
+    is rounded on its own, which under the others is the fallback "rtn". No weight's result
+    depends on the others in the batch.
     Raises CalibrationError when a Hessian is not finite, DependencyError without the engine.
     """
     batch = weights.shape[0]
     fallbacks: tuple[str | None, ...]
-    if settings.method == "rtn" or hessians is None:
-        scales = group_scales(weights, scheme, settings.scale_search)
+    if not settings.compensates or hessians is None:
+        importance = None
+        if settings.scales_inputs and hessians is not None:
+            # Scaled columns are far from equal: unweighted, clipping would hit the loud ones.
+            importance = hessians.diagonal(dim1=-2, dim2=-1)
+        scales = group_scales(weights, scheme, settings.scale_search, importance)
         codes = rounded = round_to_nearest(weights, scales, scheme)
-        fallbacks = (None if settings.method == "rtn" else "rtn",)
+        fallbacks = ("rtn" if settings.compensates else None,)
     else:
         factor = factorize(hessians, settings.dampening)
         # What GPTQ minimises is the rounding errors weighed by its pivots, so scales are chosen
