@@ -149,7 +149,8 @@ def _relative_magnitude(weight: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """|W| relative to the largest of its group, [N, K]."""
     grouped = weight.abs().unflatten(-1, (scheme.groups(weight.shape[-1]), -1))
     largest = grouped.amax(-1, keepdim=True).clamp_(min=torch.finfo(weight.dtype).tiny)
-    return (grouped / largest).flatten(-2)
+    relative: torch.Tensor = grouped / largest
+    return relative.flatten(-2)
 
 
 def _candidates(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from halfbyte.core import Scheme, Settings
+from halfbyte.core import Method, Scheme, Settings
 from halfbyte.kernels.reference import dequantize_int4
 from halfbyte.quantize.gptq import factorize, gptq
 from halfbyte.quantize.rtn import round_to_nearest
@@ -87,6 +87,22 @@ def test_rtn_uses_statistics_only_to_measure() -> None:
     quantized, rtn_error = solved.rows(1, 0, 24)
     expected = relative_error(weights[1], solved.codes[1], solved.scales[1], hessians[1])
     assert quantized.error == rtn_error == pytest.approx(expected, rel=1e-4)
+
+
+def test_awq_rounds_with_scales_weighed_by_what_each_column_carries() -> None:
+    weights, hessians = inputs()
+    solved = solve(weights, SCHEME, hessians, Settings(method="awq"))
+    scales = group_scales(weights, SCHEME, "mse", hessians.diagonal(dim1=1, dim2=2))
+    assert first_difference(solved.scales, scales) is None
+    assert first_difference(solved.codes, round_to_nearest(weights, scales, SCHEME)) is None
+    unweighted = solve(weights, SCHEME, hessians, Settings(method="rtn"))
+    assert solved.error.sum() < unweighted.error.sum()
+
+
+@pytest.mark.parametrize("method", ["rtn", "awq"])
+def test_plain_rounding_is_no_fallback_where_it_is_asked_for(method: Method) -> None:
+    weights, _ = inputs()
+    assert solve(weights, SCHEME, None, Settings(method=method)).fallbacks == (None, None, None)
 
 
 def test_minmax_scales_are_those_of_the_weights_alone() -> None:
