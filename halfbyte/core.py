@@ -40,7 +40,7 @@ DTYPE_BYTES: Mapping[str, int] = {
 
 Action = Literal["quantize", "dequantize", "copy", "drop"]
 Encoding = Literal["plain", "fp8", "int4"]
-Method = Literal["gptq", "rtn"]
+Method = Literal["gptq", "awq", "awq+gptq", "rtn"]
 Engine = Literal["halfbyte", "llmcompressor"]
 ScaleSearch = Literal["minmax", "mse"]
 ExpertHessian = Literal["routed", "blend", "all"]
@@ -178,6 +178,8 @@ class Settings:
     """Everything besides checkpoint and recipe that decides the output bytes of a run."""
 
     method: Method = "gptq"
+    """How codes are chosen: `rtn` rounds, `gptq` makes up for errors in later columns; `awq` and
+    `awq+gptq` do so after scaling the inputs."""
     engine: Engine = "halfbyte"
     scale_search: ScaleSearch = "mse"
     signed_scales: bool = True
@@ -200,6 +202,16 @@ class Settings:
     seed: int = 0
     calibration_sha256: str | None = None
     """Hash of the token ids the model is calibrated on, set by the run that has them."""
+
+    @property
+    def scales_inputs(self) -> bool:
+        """Whether linear inputs are scaled (AWQ) before weights are rounded."""
+        return self.method in ("awq", "awq+gptq")
+
+    @property
+    def compensates(self) -> bool:
+        """Whether a column's rounding error is made up for in later columns (GPTQ)."""
+        return self.method in ("gptq", "awq+gptq")
 
     def identity(self) -> dict[str, Any]:
         """By name, for comparison: which of several GPUs it was does not matter."""
@@ -369,10 +381,33 @@ class LinearReport:
     rtn_error: float
     """The same error measure for plain rounding, with the scales that GPTQ started from."""
     weight_error: float
-    """|W - Q|² / |W|², whatever the inputs: what a reader of the checkpoint can check."""
+    """|W - Q|² / |W|² of the weight after scaling, whatever the inputs: what a reader of the
+    checkpoint can check."""
     tokens: int
     rung: Rung
     fallback: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledInput:
+    """What AWQ did to one input of linears; a line of the run report."""
+
+    name: str
+    """Module that makes the input: a norm, or the up projection of an MLP."""
+    readers: int
+    """Linears that read it, all of which were compensated."""
+    exponent: float | None
+    """Grid point of the search; None when leaving the input as it is was best."""
+    gain: float
+    """Error of its quantized readers by the search's measure, relative to no scaling."""
+    smallest: float
+    """Smallest and largest scale of a channel."""
+    largest: float
+    steps: int
+    """Scales per octave."""
+    powers: str
+    """Of each channel log2(scale) times `steps`, one signed byte each, base64; empty for all 0.
+    With it a reader of the checkpoint can tell what became of the source."""
 
 
 REPORT_SCHEMA = 2
@@ -396,6 +431,7 @@ class RunReport:
     shards: Mapping[str, str]
     """Shard file -> SHA-256 of the whole file."""
     linears: tuple[LinearReport, ...]
+    scaled: tuple[ScaledInput, ...]
     warnings: tuple[str, ...]
     seconds: float = 0.0
     peak_bytes: int = 0
@@ -420,6 +456,7 @@ class RunReport:
                 raise TypeError(f"{name} is not an object")
         fields["settings"] = Settings(**fields["settings"])
         fields["linears"] = tuple(LinearReport(**linear) for linear in fields["linears"])
+        fields["scaled"] = tuple(ScaledInput(**scaled) for scaled in fields["scaled"])
         fields["warnings"] = tuple(fields["warnings"])
         return cls(**fields, **volatile)
 

@@ -54,7 +54,9 @@ def run(
     group_size: GroupSize = None,
     calibration: Annotated[
         Path | None,
-        typer.Option("--calibration", help="Text for gptq: .jsonl with a `text` each, or .txt."),
+        typer.Option(
+            "--calibration", help="Text for gptq and awq: .jsonl with a `text` each, or .txt."
+        ),
     ] = None,
     samples: Samples = 256,
     sequence_length: SequenceLength = 2048,
@@ -185,9 +187,9 @@ def default_output(source: Path) -> Path:
 
 
 def _require_text(method: str, calibration: Path | None, command: str) -> None:
-    if method == "gptq" and calibration is None:
+    if method != "rtn" and calibration is None:
         raise UsageError(
-            "--method gptq needs text to calibrate on",
+            f"--method {method} needs text to calibrate on",
             hint=f"{command} --calibration text.jsonl, or without data: {command} --method rtn",
         )
     if method == "rtn" and calibration is not None:
@@ -199,8 +201,11 @@ def _settings(device: str, dtype: str, *, planning: bool, **choices: Any) -> Set
     from halfbyte.core import Settings
     from halfbyte.devices import cpu_threads, expected_device, resolve_device, resolve_dtype
 
-    if choices["engine"] == "llmcompressor" and choices["method"] == "rtn":
-        raise UsageError("--engine llmcompressor solves gptq only", hint="drop --method rtn")
+    if choices["engine"] == "llmcompressor" and choices["method"] in ("rtn", "awq"):
+        raise UsageError(
+            "--engine llmcompressor solves gptq only",
+            hint="drop --method rtn" if choices["method"] == "rtn" else "--method awq+gptq",
+        )
     device = expected_device(device) if planning else resolve_device(device)
     return Settings(
         **choices,

@@ -24,8 +24,12 @@ RecipeName = Annotated[
     typer.Option("--recipe", help="Built-in recipe or YAML file. [default: by model type]"),
 ]
 MethodName = Annotated[
-    Literal["gptq", "rtn"],
-    typer.Option("--method", help="gptq is calibrated on text; rtn needs no data."),
+    Literal["gptq", "awq", "awq+gptq", "rtn"],
+    typer.Option(
+        "--method",
+        help="gptq makes up for rounding errors, awq scales inputs before rounding; both are"
+        " calibrated on text. rtn needs no data.",
+    ),
 ]
 EngineName = Annotated[
     Literal["halfbyte", "llmcompressor"],

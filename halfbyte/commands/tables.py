@@ -106,7 +106,7 @@ def plan_summary(plan: Plan) -> list[str]:
     settings, memory = plan.settings, plan.memory
     calibration = (
         f", {settings.samples} samples of {settings.sequence_length} tokens"
-        if settings.method == "gptq"
+        if settings.method != "rtn"
         else ""
     )
     peak = f"peak memory  host {format_gib(memory.host)}"
@@ -126,10 +126,11 @@ def plan_summary(plan: Plan) -> list[str]:
 
 
 def run_record(report: RunReport) -> dict[str, Any]:
-    """A run as JSON, without the line per linear that the report beside the weights holds."""
+    """A run as JSON, without the lines per linear and per scaled input that the report beside the
+    weights holds."""
     record = asdict(report)
-    del record["linears"], record["schema_version"]
-    return {**record, **_linear_counts(report)}
+    del record["linears"], record["scaled"], record["schema_version"]
+    return {**record, **_linear_counts(report), "scaled": _scaled_counts(report)}
 
 
 def run_summary(report: RunReport) -> list[str]:
@@ -142,7 +143,9 @@ def run_summary(report: RunReport) -> list[str]:
         f" {format_gib(report.peak_bytes)}",
     ]
     counts = _linear_counts(report)
-    if report.settings.method == "gptq":
+    if scaled := _scaled_counts(report):
+        lines.append(f"inputs scaled: {_listed(scaled)} of {len(report.scaled):,}")
+    if report.settings.method != "rtn":
         lines.append(
             f"calibrated on: {_listed(counts['rungs'])} of {len(report.linears):,} linears"
         )
@@ -160,6 +163,12 @@ def _linear_counts(report: RunReport) -> dict[str, dict[str, int]]:
         "rungs": _counts(linear.rung for linear in report.linears),
         "fallbacks": _counts(linear.fallback for linear in report.linears if linear.fallback),
     }
+
+
+def _scaled_counts(report: RunReport) -> dict[str, int]:
+    """Inputs that AWQ changed, by what makes them."""
+    changed = (s.name.rpartition(".")[2] for s in report.scaled if s.exponent is not None)
+    return _counts(changed)
 
 
 def _counts(items: Iterable[str]) -> dict[str, int]:

@@ -6,12 +6,18 @@ them gives the experts' input and routing; then, some experts at a time, gate an
 the down projection's input is measured behind the *quantized* gate and up, and down is quantized;
 then the tokens go through the quantized experts. What leaves the layer is what the quantized layer
 makes.
+
+When inputs are scaled (AWQ), a norm's scales are searched once its output's second moment is known.
+Plain linears are solved in scaled space and put into the layer with the scaling undone, so the
+layer itself stays as it was. The experts' input is divided by its scales once, since nothing else reads
+it, and all that follows is in scaled space by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +29,7 @@ from halfbyte.calibration.inputs import (
     collect_linear_inputs,
     input_of,
     is_routed_expert,
+    second_moment,
 )
 from halfbyte.calibration.limits import EXPERT_TOKENS
 from halfbyte.calibration.mtp import mtp_input
@@ -41,10 +48,22 @@ from halfbyte.errors import ResumeError
 from halfbyte.formats.files import file_sha256
 from halfbyte.kernels.reference import decode_int4, pack_int4
 from halfbyte.quantize.phases import Phases
+from halfbyte.quantize.readers import ScalableInput, scalable_inputs
+from halfbyte.quantize.smoothing import ScaleSearch, Smoothing
 from halfbyte.quantize.solver import Inputs, Solved, solve
 
 EXPERT_STACKS = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 """Linears of an expert that read the same input, and are solved as one weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerResult:
+    """What became of a layer."""
+
+    reports: tuple[LinearReport, ...]
+    smoothing: Smoothing
+    """The scales of its inputs; its tensors that stay floating point are written with them."""
+
 
 Emit = Callable[[TensorPlan, QuantizedWeight], None]
 """Takes a finished linear away, to be packed and written."""
@@ -63,7 +82,7 @@ class LayerQuantizer:
     """Input of the next layer; None before the embedding."""
     phases: Phases = field(default_factory=Phases)
 
-    def run(self, unit: Unit, emit: Emit) -> list[LinearReport]:
+    def run(self, unit: Unit, emit: Emit) -> LayerResult:
         """Quantize what the plan says of a decoder (or MTP) layer and move the state through it.
 
         Raises CalibrationError when an activation is not finite.
@@ -75,18 +94,20 @@ class LayerQuantizer:
         if depth >= 0:
             self.state = mtp_input(self.runner, unit.index, self.state, self.tokens, depth)
         planned = {t.module: t for t in unit.tensors if t.action == "quantize"}
+        search = self._scale_search(unit, planned)
         layer = self.runner.load_layer(unit.index)
-        reports = self._plain_linears(unit, layer, planned, emit)
+        reports = self._plain_linears(unit, layer, search, emit)
         with self.phases("attention and router"):
             routing = self.runner.forward(layer, self.state)
         del layer
         if routing is not None:
-            reports += self._experts(unit.index, routing, planned, emit)
+            reports += self._experts(unit.index, routing, search, emit)
         del routing
         check_finite(self.state.hidden, unit.name)
         # Not in the order of solving, which follows how many experts are solved at once.
         place = {tensor.module: number for number, tensor in enumerate(unit.tensors)}
-        return sorted(reports, key=lambda report: place[report.name])
+        reports.sort(key=lambda report: place[report.name])
+        return LayerResult(tuple(reports), search.smoothing)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """The state by name, as `load` takes it up again. It changes with the next layer."""
@@ -110,10 +131,19 @@ class LayerQuantizer:
         topk = tensors.get("topk")
         self.state = State(hidden, None if topk is None else topk.to(hidden.device))
 
+    def _scale_search(self, unit: Unit, planned: Mapping[str, TensorPlan]) -> ScaleSearch:
+        """For the inputs of a layer that may be scaled: none under methods that do not."""
+        inputs: tuple[ScalableInput, ...] = ()
+        if self.settings.scales_inputs:
+            inputs, _ = scalable_inputs(unit)
+        read = partial(self.runner.read, dtype=torch.float32)
+        return ScaleSearch(Smoothing(inputs), planned, read, self.settings)
+
     def _plain_linears(
-        self, unit: Unit, layer: nn.Module, planned: Mapping[str, TensorPlan], emit: Emit
+        self, unit: Unit, layer: nn.Module, search: ScaleSearch, emit: Emit
     ) -> list[LinearReport]:
         """Quantize the linears that are not routed experts, and put them in their place."""
+        planned, smoothing = search.planned, search.smoothing
         modules = [name for name in planned if not is_routed_expert(name)]
         if not modules:
             return []
@@ -121,27 +151,30 @@ class LayerQuantizer:
         assert unit.index is not None
         prefix = self.runner.architecture.layer_name(unit.index)
         inputs = collect_linear_inputs(self.runner, layer, prefix, modules, self.state)
+        by_module = {m: inputs[input_of(m)] for m in modules if input_of(m) in inputs}
+        per_token = int(getattr(self.runner.architecture.config, "num_experts_per_tok", 0) or 0)
+        search.plain_inputs(by_module, per_token)
         reports = []
         for module in modules:
             plan = planned[module]
-            weight = self.runner.read(plan.name, torch.float32)
-            stats = inputs.get(input_of(module))
-            known, _ = _collected(1, [stats])
+            weight = smoothing.apply(plan.name, self.runner.read(plan.name, torch.float32))
+            stats = by_module.get(module)
+            known, _ = _collected(1, [_scaled(stats, module, smoothing)])
             solved = self._solve(weight[None], plan, known)
             emit(plan, solved.linears[0][0])
             reports.append(report_of(plan, solved.linears[0][0], stats))
             linear = layer.get_submodule(module.removeprefix(prefix))
-            linear.weight = nn.Parameter(
-                solved.dequantized(0).to(self.runner.dtype), requires_grad=False
-            )
+            served = smoothing.undo(plan.name, solved.dequantized(0))
+            linear.weight = nn.Parameter(served.to(self.runner.dtype), requires_grad=False)
         return reports
 
     def _experts(
-        self, index: int, routing: Routing, planned: Mapping[str, TensorPlan], emit: Emit
+        self, index: int, routing: Routing, search: ScaleSearch, emit: Emit
     ) -> list[LinearReport]:
         """Quantize the routed experts of a layer, then send the tokens through them."""
-        runner, settings = self.runner, self.settings
+        runner, settings, planned = self.runner, self.settings, search.planned
         prefix = f"{runner.architecture.layer_name(index)}mlp.experts."
+        _scale_experts_input(routing, prefix, search)
         inputs = ExpertInputs(
             routing, f"layers.{index}", settings.expert_hessian, affinity=settings.affinity
         )
@@ -151,15 +184,20 @@ class LayerQuantizer:
         for start in range(0, routing.experts, step):
             chunk = range(start, min(start + step, routing.experts))
             with self.phases("read"):
-                weights = _stacked([runner.load_expert(index, expert) for expert in chunk])
+                loaded = [runner.load_expert(index, expert) for expert in chunk]
+            if search.smoothing.inputs:
+                with self.phases("scale inputs"):
+                    for expert, single in zip(chunk, loaded, strict=True):
+                        self._scale_expert(f"{prefix}{expert}.", single, inputs, expert, search)
+            weights = _stacked(loaded)
             stacks: list[dict[str, _Stored]] = [{} for _ in chunk]
             # One scheme for all experts of a layer, gate with up: the recipe guarantees it.
             for stack, leaves in EXPERT_STACKS.items():
                 weight = weights.pop(stack)
                 plans = [[planned.get(f"{prefix}{e}.{leaf}") for leaf in leaves] for e in chunk]
                 if plans[0][0] is None:
-                    for own, single in zip(stacks, weight, strict=True):
-                        own[stack] = self._kept(single.to(runner.dtype))
+                    for own, plain in zip(stacks, weight, strict=True):
+                        own[stack] = self._kept(plain.to(runner.dtype))
                     continue
                 with self.phases("Hessians"):
                     known, stats = _collected(
@@ -186,6 +224,30 @@ class LayerQuantizer:
         with self.phases("experts forward"):
             self._through_experts(routing, experts)
         return reports
+
+    def _scale_expert(
+        self,
+        prefix: str,
+        weights: dict[str, torch.Tensor],
+        inputs: ExpertInputs,
+        expert: int,
+        search: ScaleSearch,
+    ) -> None:
+        """Scale the columns of gate and up for the norm before them, and search and apply the
+        scales between up and down, before any of them is quantized."""
+        smoothing = search.smoothing
+        for leaf in ("gate_proj", "up_proj"):
+            weights[leaf] = smoothing.apply(f"{prefix}{leaf}.weight", weights[leaf])
+        down = prefix + "down_proj"
+        if down in search.planned and smoothing.input_of(down) is not None:
+            stats = None
+            if inputs.tokens(expert):
+                gate_up = torch.cat([weights["gate_proj"], weights["up_proj"]])
+                stats = inputs.down(expert, self.runner, gate_up)
+            search.inner(down, weights["down_proj"], stats)
+            if (rows := smoothing.rows(prefix + "up_proj")) is not None:
+                weights["up_proj"] = weights["up_proj"] / rows[:, None]
+        weights["down_proj"] = smoothing.apply(down + ".weight", weights["down_proj"])
 
     def _through_experts(self, routing: Routing, experts: Sequence[Mapping[str, _Stored]]) -> None:
         """Add what the experts make of their tokens to the state, some tokens at a time."""
@@ -228,6 +290,29 @@ class LayerQuantizer:
         assert plan.scheme is not None
         parts = [weights.shape[1] // linears] * linears
         return solve(weights, plan.scheme, inputs, self.settings, parts)
+
+
+def _scale_experts_input(routing: Routing, prefix: str, search: ScaleSearch) -> None:
+    """Search the scales of what the routed experts read, if they may be scaled, and divide by
+    them, in place. Scales of norms are powers of two, so that rounds nothing."""
+    tokens = len(routing.hidden)
+    if not search.smoothing.inputs or not tokens:
+        return
+    dispatch = routing.dispatch()
+    loads = [dispatch.tokens(expert) / tokens for expert in range(routing.experts)]
+    search.experts_input(second_moment(routing.hidden) / tokens, loads)
+    if (columns := search.smoothing.columns(f"{prefix}0.gate_proj")) is not None:
+        routing.hidden.div_(columns.to(routing.hidden))
+
+
+def _scaled(stats: InputStats | None, module: str, smoothing: Smoothing) -> InputStats | None:
+    """Statistics of what a linear reads after scaling."""
+    columns = smoothing.columns(module)
+    if stats is None or columns is None:
+        return stats
+    held_out = None if stats.held_out is None else stats.held_out / columns.to(stats.held_out)
+    hessian = smoothing.moment(module, stats.hessian)
+    return replace(stats, hessian=hessian, held_out=held_out)
 
 
 def _stacked(experts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

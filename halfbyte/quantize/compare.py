@@ -7,13 +7,14 @@ value, or None. Memory is that of one weight; plain tensors are compared in slic
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
 from halfbyte.core import LinearReport, StoredWeight, TensorInfo
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import int4
-from halfbyte.formats.shards import ShardReader, row_slices
+from halfbyte.formats.shards import TORCH_DTYPES, ShardReader, row_slices
 
 SLICE_BYTES = 64 << 20
 HALF_STEP = 0.5 + 1e-4
@@ -59,27 +60,40 @@ def difference(
     report: LinearReport | None,
     *,
     rounded: bool,
+    scaled: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> str | None:
     """How an output weight differs from what its source allows.
 
     Copies must be equal bit for bit, dequantized weights equal to the decoded source in BF16.
     `rounded` INT4 weights must be the nearest codes; others may have moved, within bounds.
+    `scaled` is what the run has done to the decoded source, float32, before all that.
     """
     if source.shape != output.shape:
         return f"has shape {list(output.shape)}, its source {list(source.shape)}"
     try:
-        if output.encoding == source.encoding:
+        if output.encoding == source.encoding and scaled is None:
             return _copy_difference(source, source_reader, output, output_reader)
         if output.encoding == "plain":
-            expected = source_reader.read_weight(source, torch.bfloat16)
             found = output_reader.read(output.parts["weight"])
-            return _tensor_difference(expected, found)
+            expected = source_reader.read_weight(source)
+            if scaled is not None:
+                expected = scaled(expected)
+            return _tensor_difference(expected.to(_plain_dtype(source)), found)
         if output.encoding == "int4":
             weight = source_reader.read_weight(source, torch.float32)
+            if scaled is not None:
+                weight = scaled(weight)
             return _int4_difference(weight, output, output_reader, report, rounded=rounded)
     except CheckpointError as error:
         return str(error)
     return f"is stored as {output.encoding}, its source as {source.encoding}"
+
+
+def _plain_dtype(source: StoredWeight) -> torch.dtype:
+    """In which a weight is written that is not quantized."""
+    return (
+        TORCH_DTYPES[source.parts["weight"].dtype] if source.encoding == "plain" else torch.bfloat16
+    )
 
 
 def _copy_difference(

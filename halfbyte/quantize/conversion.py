@@ -11,18 +11,24 @@ import torch
 from halfbyte.calibration.inputs import is_routed_expert
 from halfbyte.core import LinearReport, QuantizedWeight, Settings, TensorPlan, Unit
 from halfbyte.formats import int4
-from halfbyte.formats.shards import Request, ShardReader, require_finite, row_slices
+from halfbyte.formats.shards import TORCH_DTYPES, Request, ShardReader, require_finite, row_slices
 from halfbyte.formats.writer import CheckpointWriter
 from halfbyte.quantize.calibrated import report_of
 from halfbyte.quantize.memory import BATCH_ELEMENTS
+from halfbyte.quantize.smoothing import Smoothing
 from halfbyte.quantize.solver import solve
 
 
 def convert(
-    tensors: Sequence[TensorPlan], settings: Settings, reader: ShardReader, writer: CheckpointWriter
+    tensors: Sequence[TensorPlan],
+    settings: Settings,
+    reader: ShardReader,
+    writer: CheckpointWriter,
+    smoothing: Smoothing,
 ) -> list[LinearReport]:
     """Carry out decisions of the plan, in their order; linears that were quantized are reported.
 
+    `smoothing` has the scales of the layer's inputs, and changes the tensors that take part.
     Raises CheckpointError for values that are not finite, even in a copy.
     """
     reports = []
@@ -31,10 +37,15 @@ def convert(
         if tensor.action == "quantize":
             reports += _quantize(batch, settings, reader, writer)
         elif tensor.action == "dequantize":
-            weight = reader.read_weight(tensor.source, torch.bfloat16, settings.device)
+            if smoothing.touches(tensor.name):
+                # Rounded once: to what BF16 holds of the scaled weight.
+                weight = reader.read_weight(tensor.source, torch.float32, settings.device)
+                weight = smoothing.apply(tensor.name, weight).bfloat16()
+            else:
+                weight = reader.read_weight(tensor.source, torch.bfloat16, settings.device)
             writer.write(tensor.outputs[0].name, weight)
         elif tensor.action == "copy":
-            _copy(tensor, reader, writer)
+            _copy(tensor, reader, writer, smoothing)
     return reports
 
 
@@ -106,8 +117,17 @@ def _quantize(
     return reports
 
 
-def _copy(tensor: TensorPlan, reader: ShardReader, writer: CheckpointWriter) -> None:
-    """Copy the parts of a tensor, in slices, so that memory never holds an embedding."""
+def _copy(
+    tensor: TensorPlan, reader: ShardReader, writer: CheckpointWriter, smoothing: Smoothing
+) -> None:
+    """Copy the parts of a tensor, in slices, so that memory never holds an embedding; what takes
+    part in scaling (a norm, a router) is small and changed as a whole."""
+    if smoothing.touches(tensor.name):
+        weight = reader.read_weight(tensor.source)
+        scaled = smoothing.apply(tensor.name, weight)
+        [output] = tensor.outputs
+        writer.write(output.name, scaled.to(TORCH_DTYPES[output.dtype]))
+        return
     for part, output in zip(tensor.source.parts.values(), tensor.outputs, strict=True):
         for rows in row_slices(part):
             stored = reader.read(part, rows)

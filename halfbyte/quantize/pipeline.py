@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.core import LinearReport, Plan, RunReport, Settings, Unit
+from halfbyte.core import LinearReport, Plan, RunReport, ScaledInput, Settings, Unit
 from halfbyte.errors import CheckpointError, ResumeError
 from halfbyte.formats.config import without_quantization
 from halfbyte.formats.folder import CONFIG_FILE, REPORT_FILE, WORK_FOLDER, prepare_folder
@@ -92,6 +92,7 @@ def _finish(
             hint="quantize the checkpoint as it is now: start again with --overwrite",
         )
     linears = tuple(LinearReport(**r) for c in writer.commits for r in c.record["linears"])
+    scaled = tuple(ScaledInput(**r) for c in writer.commits for r in c.record["scaled"])
     report = RunReport(
         output=str(output),
         fingerprint=plan.fingerprint,
@@ -103,6 +104,7 @@ def _finish(
         bytes_out=plan.bytes_out,
         shards=writer.shard_hashes(),
         linears=linears,
+        scaled=scaled,
         warnings=plan.warnings,
         seconds=time.monotonic() - started,
         peak_bytes=peak_host_bytes(),
@@ -207,6 +209,7 @@ def _work(
 ) -> None:
     """Do what is left of the plan, unit by unit."""
     from halfbyte.quantize.conversion import convert, write_int4
+    from halfbyte.quantize.smoothing import Smoothing
 
     done = len(writer.commits)
     sizes = [sum(t.source.nbytes for t in unit.tensors) for unit in plan.units]
@@ -224,14 +227,19 @@ def _work(
         if i < done:
             continue
         reports: list[LinearReport] = []
-        rest = unit.tensors
+        rest, smoothing = unit.tensors, Smoothing()
         if layers is not None and unit.kind in ("layer", "mtp") and i <= last:
-            reports += layers.run(unit, partial(write_int4, writer))
+            result = layers.run(unit, partial(write_int4, writer))
+            reports, smoothing = list(result.reports), result.smoothing
             if i < last:
                 writer.save(f"state-{i}.safetensors", layers.tensors())
             rest = tuple(t for t in rest if t.action != "quantize")
-        reports += convert(rest, plan.settings, reader, writer)
-        writer.commit(unit, {"linears": [asdict(report) for report in reports]})
+        reports += convert(rest, plan.settings, reader, writer, smoothing)
+        record = {
+            "linears": [asdict(report) for report in reports],
+            "scaled": [asdict(scaled) for scaled in smoothing.report()],
+        }
+        writer.commit(unit, record)
         progress.advance(sizes[i])
         progress.note(_summary(unit, reports))
 

@@ -47,6 +47,7 @@ from halfbyte.formats.loaders import check_loaders
 from halfbyte.formats.weights import layer_index, logical_weights
 from halfbyte.quantize.decide import action_on, decide
 from halfbyte.quantize.memory import calibrates, estimate_memory, state_bytes
+from halfbyte.quantize.readers import scalable_inputs
 from halfbyte.quantize.recipe import recipe_to_dict
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -65,7 +66,8 @@ def make_plan(
     Raises `RecipeError` when the recipe does not fit the checkpoint, or when neither vLLM nor
     SGLang could load what it asks for; what only one of them cannot load becomes a warning.
     Raises `UnsupportedModelError` when the method calibrates and the architecture cannot be run,
-    `UsageError` when the budget is too small.
+    or when it scales inputs and a layer has a linear whose input is not known; `UsageError` when
+    the budget is too small.
     """
     if calibrates(settings):
         language_model(checkpoint)
@@ -97,6 +99,7 @@ def _make_plan(
         *_loader_warnings(quantization, modules, model),
         *_mtp_warnings(tensors, model, layers),
         *_calibration_warnings(tensors, settings, model),
+        *_scaling_warnings(units, settings),
     )
     state = 2 * state_bytes(settings, model)  # that of a layer, beside the one before it
     side_files = sum((checkpoint.path / name).stat().st_size for name in checkpoint.side_files)
@@ -265,3 +268,19 @@ def _calibration_warnings(
             f"{max(quantized):,} input features; more --samples would help"
         )
     return warnings
+
+
+def _scaling_warnings(units: Sequence[Unit], settings: Settings) -> Iterator[str]:
+    """Inputs that AWQ would scale if the recipe let it, one line for all layers.
+
+    Raises UnsupportedModelError for a layer with tensors whose input is not known.
+    """
+    if not settings.scales_inputs:
+        return
+    layers = [scalable_inputs(unit) for unit in units if unit.kind in ("layer", "mtp")]
+    left_out = [sentence for _, sentences in layers for sentence in sentences]
+    if left_out:
+        others = f" (and {len(left_out) - 1} more inputs)" if len(left_out) > 1 else ""
+        yield f"{left_out[0]}{others}: the readers of a scaled input must not stay as stored"
+    if not any(inputs for inputs, _ in layers):
+        yield f"--method {settings.method} finds no input to scale under this recipe"

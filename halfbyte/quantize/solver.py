@@ -55,21 +55,26 @@ def solve(
     """Quantize `weights` float32 [B, N, K] by the method, engine and scale search of `settings`.
 
     `parts` are the rows of the linears that each weight is a stack of; by default it is one.
-    Without `inputs` a weight is rounded on its own, which under the method gptq is the fallback
-    "rtn"; the method rtn only measures with them. A linear that plain rounding serves better on the
-    held-out inputs is rounded plainly, and says so. No weight's result depends on the others in the
-    batch. Raises CalibrationError when a Hessian is not finite, DependencyError without the engine.
+    Without `inputs` a weight is rounded on its own, which under methods that compensate is the
+    fallback "rtn"; those that only round (rtn, awq) measure with them. A linear that plain rounding
+    serves better on the held-out inputs is rounded plainly, and says so. No weight's result depends
+    on the others in the batch. Raises CalibrationError when a Hessian is not finite,
+    DependencyError without the engine.
     """
     parts = tuple(parts) or (weights.shape[1],)
     batch = weights.shape[0]
     if inputs is not None and inputs.held_out is not None and not inputs.held_out.shape[1]:
         inputs = replace(inputs, held_out=None)  # too few tokens to hold one out
     search, signed = settings.scale_search, settings.signed_scales
-    if settings.method == "rtn" or inputs is None:
-        scales = group_scales(weights, scheme, search, signed=signed)
+    if not settings.compensates or inputs is None:
+        importance = None
+        if settings.scales_inputs and inputs is not None:
+            # Scaled columns are far from equal: unweighted, clipping would hit the loud ones.
+            importance = inputs.hessians.diagonal(dim1=1, dim2=2)
+        scales = group_scales(weights, scheme, search, importance, signed=signed)
         codes = rounded = round_to_nearest(weights, scales, scheme)
         plain = scales
-        fallbacks: list[str | None] = [None if settings.method == "rtn" else "rtn"] * batch
+        fallbacks: list[str | None] = ["rtn" if settings.compensates else None] * batch
     else:
         factor = factorize(inputs.hessians, settings.dampening)
         # What GPTQ minimises is the rounding errors weighed by its pivots, so scales are chosen

@@ -11,7 +11,9 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from halfbyte.core import Checkpoint, Plan, RunReport, StoredWeight
 from halfbyte.errors import CheckpointError, HalfbyteError
@@ -30,7 +32,11 @@ from halfbyte.formats.loaders import check_loaders
 from halfbyte.formats.weights import layer_index, logical_weights, quantization_config
 from halfbyte.progress import Progress, SilentProgress
 from halfbyte.quantize.plan import make_plan
+from halfbyte.quantize.readers import scalable_inputs
 from halfbyte.quantize.recipe import recipe_from_dict
+
+if TYPE_CHECKING:
+    from halfbyte.quantize.smoothing import Smoothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +223,7 @@ def _against_source(
 
     yield from _unchanged_files(source, output)
     dropped: set[str] = set()
+    smoothings: dict[int | None, Smoothing] = {}
     if report is not None:
         try:
             plan = make_plan(source, recipe_from_dict(report.recipe), report.settings)
@@ -225,11 +232,15 @@ def _against_source(
         else:
             dropped = {t.name for t in plan.tensors if t.action == "drop"}
             yield from _unplanned(plan, output, report)
+            try:
+                smoothings = _smoothings(plan, report)
+            except ValueError as error:
+                yield Mismatch("report", REPORT_FILE, f"has scales that cannot be: {error}")
     originals = logical_weights(source)
     for name in weights.keys() - originals.keys():
         yield Mismatch("plan", name, "has no source")
     linears = {linear.name: linear for linear in report.linears} if report is not None else {}
-    method = report.settings.method if report is not None else None
+    only_rounded = report is not None and not report.settings.compensates
     progress.start("compare", source.nbytes, "bytes")
     with ShardReader(source) as source_reader, ShardReader(output) as output_reader:
         for name, original in originals.items():
@@ -237,18 +248,36 @@ def _against_source(
             if name in weights:
                 linear = linears.get(name.removesuffix(".weight"))
                 fallback = linear.fallback if linear is not None else None
+                smoothing = smoothings.get(layer_index(name))
+                scaled = smoothing is not None and smoothing.touches(name)
                 fault = difference(
                     original,
                     source_reader,
                     weights[name],
                     output_reader,
                     linear,
-                    rounded=(fallback or "").startswith("rtn") or method == "rtn",
+                    rounded=(fallback or "").startswith("rtn") or only_rounded,
+                    scaled=partial(smoothing.apply, name) if smoothing and scaled else None,
                 )
                 if fault is not None:
                     yield Mismatch("value", name, fault)
             elif name not in dropped:
                 yield Mismatch("plan", name, "is in the source but not in the output")
+
+
+def _smoothings(plan: Plan, report: RunReport) -> dict[int | None, Smoothing]:
+    """The scales of each layer's inputs as the report has them; none for methods without.
+
+    They need no trust. Which tensors they change follows from the plan, and scales that divide a
+    source and multiply all its readers leave the model as it was, whatever they are.
+    """
+    from halfbyte.quantize.smoothing import Smoothing
+
+    if not plan.settings.scales_inputs:
+        return {}
+    reported = {scaled.name: scaled for scaled in report.scaled}
+    layers = (unit for unit in plan.units if unit.kind in ("layer", "mtp"))
+    return {u.index: Smoothing.of_report(scalable_inputs(u)[0], reported) for u in layers}
 
 
 def _unchanged_files(source: Checkpoint, output: Checkpoint) -> Iterator[Mismatch]:

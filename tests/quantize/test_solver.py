@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from halfbyte.core import QuantizedWeight, Scheme, Settings
+from halfbyte.core import Method, QuantizedWeight, Scheme, Settings
 from halfbyte.kernels.reference import dequantize_int4
 from halfbyte.quantize.gptq import factorize, gptq
 from halfbyte.quantize.refine import refine
@@ -157,6 +157,28 @@ def test_errors_are_measured_on_held_out_inputs_where_there_are_any() -> None:
             theirs = relative_error(weights[where], rounded[where], plain[where], moment)
             assert linear.error == pytest.approx(ours, rel=1e-4)
             assert linear.rtn_error == pytest.approx(theirs, rel=1e-4)
+
+
+def test_awq_rounds_with_scales_weighed_by_what_each_column_carries() -> None:
+    weights, hessians = problem()
+    solved = solve(weights, SCHEME, Inputs(hessians), Settings(method="awq"))
+    scales = group_scales(weights, SCHEME, "mse", hessians.diagonal(dim1=1, dim2=2))
+    assert first_difference(solved.scales, scales) is None
+    assert first_difference(solved.codes, round_to_nearest(weights, scales, SCHEME)) is None
+    unweighted = solve(weights, SCHEME, Inputs(hessians), Settings(method="rtn"))
+
+    def cost(made: Solved) -> float:
+        served = torch.stack([made.dequantized(item) for item in range(3)])
+        carried = hessians.diagonal(dim1=1, dim2=2)[:, None]
+        return float(((weights - served).square() * carried).sum())
+
+    assert cost(solved) < cost(unweighted)
+
+
+@pytest.mark.parametrize("method", ["rtn", "awq"])
+def test_plain_rounding_is_no_fallback_where_it_is_asked_for(method: Method) -> None:
+    weights, _ = problem()
+    assert fallbacks(solve(weights, SCHEME, None, Settings(method=method))) == [[None]] * 3
 
 
 def test_minmax_scales_are_those_of_the_weights_alone() -> None:
