@@ -8,9 +8,9 @@ then the tokens go through the quantized experts. What leaves the layer is what 
 makes.
 
 When inputs are scaled (AWQ), a norm's scales are searched once its output's second moment is known.
-Plain linears are solved in scaled space and put into the layer with the scaling undone, so the
-layer itself stays as it was. The experts' input is divided by its scales once, since nothing else reads
-it, and all that follows is in scaled space by itself.
+Plain linears are solved in scaled space and put into the layer with the scaling undone: the layer
+stays as it was. The experts' input is divided by its scales once, since nothing else reads it, and
+all that follows is in scaled space by itself.
 """
 
 from __future__ import annotations
