@@ -21,7 +21,7 @@ from torch import nn
 
 from halfbyte.calibration.architecture import Architecture
 from halfbyte.calibration.indexer import SlicedIndexer
-from halfbyte.calibration.limits import BATCH_TOKENS
+from halfbyte.calibration.limits import BATCH_TOKENS, EXPERT_TOKENS
 from halfbyte.calibration.routing import Dispatch, ExpertsTakenOut, Routing
 from halfbyte.core import StoredWeight
 from halfbyte.errors import CalibrationError, CheckpointError
@@ -283,6 +283,14 @@ def batches(sequences: int, length: int) -> Iterator[slice]:
     step = max(1, BATCH_TOKENS // max(1, length))
     for start in range(0, sequences if length else 0, step):
         yield slice(start, min(start + step, sequences))
+
+
+def expert_batches(sequences: int, length: int) -> list[slice]:
+    """Slices of whole batches, of about `EXPERT_TOKENS` tokens: what goes through the experts of a
+    layer together, and what a rank is given whole, so that no sum depends on how many there are."""
+    length = max(1, length)
+    step = max(1, BATCH_TOKENS // length) * (EXPERT_TOKENS // BATCH_TOKENS)
+    return [slice(start, min(start + step, sequences)) for start in range(0, sequences, step)]
 
 
 def _count(rows: slice) -> int:

@@ -31,10 +31,9 @@ from halfbyte.calibration.inputs import (
     is_routed_expert,
     second_moment,
 )
-from halfbyte.calibration.limits import EXPERT_TOKENS
 from halfbyte.calibration.mtp import mtp_input
 from halfbyte.calibration.routing import Routing
-from halfbyte.calibration.runner import LayerRunner, State, check_finite
+from halfbyte.calibration.runner import LayerRunner, State, check_finite, expert_batches
 from halfbyte.core import (
     InputStats,
     LinearReport,
@@ -46,11 +45,12 @@ from halfbyte.core import (
 )
 from halfbyte.errors import ResumeError
 from halfbyte.formats.files import file_sha256
-from halfbyte.kernels.reference import decode_int4, pack_int4
+from halfbyte.kernels.reference import decode_int4, pack_int4, unpack_int4
 from halfbyte.quantize.phases import Phases
 from halfbyte.quantize.readers import ScalableInput, scalable_inputs
 from halfbyte.quantize.smoothing import ScaleSearch, Smoothing
 from halfbyte.quantize.solver import Inputs, Solved, solve
+from halfbyte.ranks import Ranks
 
 EXPERT_STACKS = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 """Linears of an expert that read the same input, and are solved as one weight."""
@@ -81,6 +81,19 @@ class LayerQuantizer:
     state: State | None = None
     """Input of the next layer; None before the embedding."""
     phases: Phases = field(default_factory=Phases)
+    ranks: Ranks = Ranks()
+    """Those that share the run: each has some of the sequences, and solves some of the experts."""
+
+    def __post_init__(self) -> None:
+        sequences, length = self.tokens.shape
+        units = expert_batches(sequences, length)
+        self._sequences = [
+            range(units[share.start].start, units[share.stop - 1].stop) if share else range(0)
+            for share in self.ranks.shares(len(units))
+        ]
+        self._own = slice(
+            self._sequences[self.ranks.rank].start, self._sequences[self.ranks.rank].stop
+        )
 
     def run(self, unit: Unit, emit: Emit) -> LayerResult:
         """Quantize what the plan says of a decoder (or MTP) layer and move the state through it.
@@ -89,10 +102,11 @@ class LayerQuantizer:
         """
         assert unit.index is not None
         if self.state is None:
-            self.state = self.runner.embed(self.tokens)
+            self.state = self.runner.embed(self.tokens[self._own])
         depth = unit.index - self.runner.architecture.layers
         if depth >= 0:
-            self.state = mtp_input(self.runner, unit.index, self.state, self.tokens, depth)
+            tokens = self.tokens[self._own]
+            self.state = mtp_input(self.runner, unit.index, self.state, tokens, depth)
         planned = {t.module: t for t in unit.tensors if t.action == "quantize"}
         search = self._scale_search(unit, planned)
         layer = self.runner.load_layer(unit.index)
@@ -101,7 +115,7 @@ class LayerQuantizer:
             routing = self.runner.forward(layer, self.state)
         del layer
         if routing is not None:
-            reports += self._experts(unit.index, routing, search, emit)
+            reports += self._experts(unit.index, self._everywhere(routing), search, emit)
         del routing
         check_finite(self.state.hidden, unit.name)
         # Not in the order of solving, which follows how many experts are solved at once.
@@ -110,12 +124,53 @@ class LayerQuantizer:
         return LayerResult(tuple(reports), search.smoothing)
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The state by name, as `load` takes it up again. It changes with the next layer."""
-        assert self.state is not None
-        tensors = {"hidden": self.state.hidden}
-        if self.state.topk is not None:
-            tensors["topk"] = self.state.topk
+        """The state of all ranks by name, as `load` takes it up again. It changes with the next
+        layer."""
+        whole = self._whole_state()
+        tensors = {"hidden": whole.hidden}
+        if whole.topk is not None:
+            tensors["topk"] = whole.topk
         return tensors
+
+    def _whole_state(self) -> State:
+        """The state with the sequences of all ranks."""
+        assert self.state is not None
+        if self.ranks.count == 1:
+            return self.state
+        topk = self.state.topk
+        some = any(self.ranks.everyone(topk is not None))
+        if some and topk is None:  # a rank without sequences selected nothing
+            width = self.runner.architecture.index_topk
+            assert width is not None
+            topk = self.state.hidden.new_empty(
+                *self.state.hidden.shape[:2], width, dtype=torch.int32
+            )
+        return State(
+            self._completed(self.state.hidden, self._sequences),
+            None if topk is None else self._completed(topk, self._sequences),
+        )
+
+    def _completed(self, own: torch.Tensor, shares: Sequence[range]) -> torch.Tensor:
+        """All ranks' rows, of which this one has its share."""
+        whole = own.new_empty(shares[-1].stop or max(s.stop for s in shares), *own.shape[1:])
+        share = shares[self.ranks.rank]
+        whole[share.start : share.stop] = own
+        self.ranks.complete(whole, shares)
+        return whole
+
+    def _everywhere(self, routing: Routing) -> Routing:
+        """The routing of the tokens of all ranks, in their order."""
+        if self.ranks.count == 1:
+            return routing
+        assert self.state is not None
+        length = self.state.hidden.shape[1]
+        shares = [range(s.start * length, s.stop * length) for s in self._sequences]
+        return Routing(
+            self._completed(routing.hidden, shares),
+            self._completed(routing.index, shares),
+            self._completed(routing.weight, shares),
+            routing.experts,
+        )
 
     def load(self, path: Path, digest: str) -> None:
         """Take up the state that `tensors` gave. Raises ResumeError when it is not that."""
@@ -125,11 +180,11 @@ class LayerQuantizer:
                 hint="start again with --overwrite",
             )
         tensors = load_file(path)
-        stored = tensors["hidden"]
+        stored = tensors["hidden"][self._own]
         hidden = self.runner.new_hidden(*stored.shape)
         hidden.copy_(stored)
         topk = tensors.get("topk")
-        self.state = State(hidden, None if topk is None else topk.to(hidden.device))
+        self.state = State(hidden, None if topk is None else topk[self._own].to(hidden.device))
 
     def _scale_search(self, unit: Unit, planned: Mapping[str, TensorPlan]) -> ScaleSearch:
         """For the inputs of a layer that may be scaled: none under methods that do not."""
@@ -150,7 +205,8 @@ class LayerQuantizer:
         assert self.state is not None
         assert unit.index is not None
         prefix = self.runner.architecture.layer_name(unit.index)
-        inputs = collect_linear_inputs(self.runner, layer, prefix, modules, self.state)
+        # By every rank for all sequences: few recipes have such linears, and few layers.
+        inputs = collect_linear_inputs(self.runner, layer, prefix, modules, self._whole_state())
         by_module = {m: inputs[input_of(m)] for m in modules if input_of(m) in inputs}
         per_token = int(getattr(self.runner.architecture.config, "num_experts_per_tok", 0) or 0)
         search.plain_inputs(by_module, per_token)
@@ -181,8 +237,10 @@ class LayerQuantizer:
         step = self.placement.experts_at_once
         experts: list[dict[str, _Stored]] = []
         reports = []
-        for start in range(0, routing.experts, step):
-            chunk = range(start, min(start + step, routing.experts))
+        shares = self.ranks.shares(routing.experts)
+        own_experts = shares[self.ranks.rank]
+        for start in range(own_experts.start, own_experts.stop, step):
+            chunk = range(start, min(start + step, own_experts.stop))
             with self.phases("read"):
                 loaded = [runner.load_expert(index, expert) for expert in chunk]
             if search.smoothing.inputs:
@@ -221,9 +279,63 @@ class LayerQuantizer:
                         packed = pack_int4(solved.codes[item])
                         own[stack] = self._kept(packed), self._kept(solved.scales[item])
             experts += stacks
+        if self.ranks.count > 1:
+            with self.phases("exchange experts"):
+                experts = self._exchanged(experts, shares, planned, prefix, emit)
+                reports = [report for part in self.ranks.everyone(reports) for report in part]
+                for found in self.ranks.everyone(search.smoothing.on_host()):
+                    search.smoothing.found.update(found)
         with self.phases("experts forward"):
             self._through_experts(routing, experts)
         return reports
+
+    def _exchanged(
+        self,
+        own: list[dict[str, _Stored]],
+        shares: Sequence[range],
+        planned: Mapping[str, TensorPlan],
+        prefix: str,
+        emit: Emit,
+    ) -> list[dict[str, _Stored]]:
+        """The experts of all ranks, of which this one has its share; rank 0 emits the others'."""
+        config, device = self.runner.architecture.config, self.runner.device
+        hidden, inner = config.hidden_size, config.moe_intermediate_size
+        shapes = {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+        count, mine = shares[-1].stop, shares[self.ranks.rank]
+        experts: list[dict[str, _Stored]] = [{} for _ in range(count)]
+        for stack, leaves in EXPERT_STACKS.items():
+            rows, columns = shapes[stack]
+            plan = planned.get(f"{prefix}0.{leaves[0]}")
+            if plan is None:
+                plain = torch.empty(count, rows, columns, dtype=self.runner.dtype, device=device)
+                parts: tuple[torch.Tensor, ...] = (plain,)
+            else:
+                assert plan.scheme is not None
+                groups = plan.scheme.groups(columns)
+                packed = torch.empty(count, rows, columns // 8, dtype=torch.int32, device=device)
+                scales = torch.empty(count, rows, groups, dtype=torch.bfloat16, device=device)
+                parts = (packed, scales)
+            for expert, stacks in zip(mine, own, strict=True):
+                kept = stacks[stack]
+                values = (kept,) if isinstance(kept, torch.Tensor) else kept
+                for part, value in zip(parts, values, strict=True):
+                    part[expert] = value
+            for part in parts:
+                self.ranks.complete(part, shares)
+            for expert in range(count):
+                if plan is None:
+                    experts[expert][stack] = parts[0][expert]
+                    continue
+                experts[expert][stack] = parts[0][expert], parts[1][expert]
+                if self.ranks.first and expert not in mine:
+                    codes = unpack_int4(parts[0][expert], columns)
+                    start = 0
+                    for leaf in leaves:
+                        linear = planned[f"{prefix}{expert}.{leaf}"]
+                        where = slice(start, start + rows // len(leaves))
+                        start = where.stop
+                        emit(linear, QuantizedWeight(codes[where], parts[1][expert][where]))
+        return experts
 
     def _scale_expert(
         self,
@@ -252,17 +364,20 @@ class LayerQuantizer:
     def _through_experts(self, routing: Routing, experts: Sequence[Mapping[str, _Stored]]) -> None:
         """Add what the experts make of their tokens to the state, some tokens at a time."""
         assert self.state is not None
-        hidden, runner = self.state.hidden.view(-1, self.state.hidden.shape[-1]), self.runner
-        for start in range(0, hidden.shape[0], EXPERT_TOKENS):
-            tokens = slice(start, start + EXPERT_TOKENS)
+        sequences, length, width = self.state.hidden.shape
+        hidden, runner = self.state.hidden.view(-1, width), self.runner
+        before = self._own.start * length  # tokens of the ranks before this one
+        for batch in expert_batches(sequences, length):
+            own = slice(batch.start * length, batch.stop * length)
+            tokens = slice(before + own.start, before + own.stop)
             dispatch = routing.dispatch(tokens.start, tokens.stop)
-            part = hidden[tokens].to(runner.device)
+            part = hidden[own].to(runner.device)
             for expert, stacks in enumerate(experts):
                 if dispatch.tokens(expert):
                     weights = {name: self._decoded(stack) for name, stack in stacks.items()}
                     runner.add_expert(part, routing.hidden[tokens], dispatch, expert, weights)
             if part.device != hidden.device:
-                hidden[tokens] = part
+                hidden[own] = part
 
     def _decoded(self, stack: _Stored) -> torch.Tensor:
         device = self.runner.device

@@ -17,6 +17,7 @@ from halfbyte.quantize.calibrated import report_of
 from halfbyte.quantize.memory import BATCH_ELEMENTS
 from halfbyte.quantize.smoothing import Smoothing
 from halfbyte.quantize.solver import solve
+from halfbyte.ranks import Ranks
 
 
 def convert(
@@ -49,8 +50,13 @@ def convert(
     return reports
 
 
-def read_order(units: Iterable[Unit], *, calibrated: bool) -> Iterator[Request]:
-    """What a run over these units will read, in that order or nearly so."""
+def read_order(
+    units: Iterable[Unit],
+    *,
+    calibrated: bool,
+    ranks: Ranks = Ranks(),  # noqa: B008
+) -> Iterator[Request]:
+    """What a rank of a run over these units will read, in that order or nearly so."""
     for unit in units:
         if not calibrated or unit.kind not in ("layer", "mtp"):
             yield from _conversion_requests(unit.tensors)
@@ -58,10 +64,13 @@ def read_order(units: Iterable[Unit], *, calibrated: bool) -> Iterator[Request]:
         # First the plain weights of the layer, then those of them that are quantized once more,
         # then the experts, and at last what is only converted.
         experts = [t for t in unit.tensors if is_routed_expert(t.module)]
+        share = ranks.shares(len(experts))[ranks.rank]
+        experts = experts[share.start : share.stop]
         plain = [t for t in unit.tensors if not is_routed_expert(t.module)]
         for tensor in (*plain, *(t for t in plain if t.action == "quantize"), *experts):
             yield from map(Request, tensor.source.parts.values())
-        yield from _conversion_requests([t for t in unit.tensors if t.action != "quantize"])
+        if ranks.first:
+            yield from _conversion_requests([t for t in unit.tensors if t.action != "quantize"])
 
 
 def _conversion_requests(tensors: Iterable[TensorPlan]) -> Iterator[Request]:

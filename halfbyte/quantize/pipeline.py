@@ -16,7 +16,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from halfbyte.quantize.memory import calibrates
 from halfbyte.quantize.phases import Phases
 from halfbyte.quantize.plan import package_versions, with_calibration
 from halfbyte.quantize.recipe import recipe_to_dict
+from halfbyte.ranks import Ranks
 
 if TYPE_CHECKING:
     import torch
@@ -49,8 +50,9 @@ def run(
     overwrite: bool = False,
     progress: Progress | None = None,
     phases: Phases | None = None,
-) -> RunReport:
-    """Carry out a plan into the folder `output`.
+    ranks: Ranks = Ranks(),  # noqa: B008
+) -> RunReport | None:
+    """Carry out a plan into the folder `output`; None on all `ranks` but the first, which writes.
 
     `tokens` int64 [samples, sequence_length] are the calibration tokens, None for a data-free
     method; their hash becomes part of the plan.
@@ -65,16 +67,21 @@ def run(
     progress = progress or SilentProgress()
     plan = _with_tokens(plan, tokens)
     identity = run_identity(plan)
-    if resume and (finished := _finished(output, plan, identity)) is not None:
+    finished = _finished(output, plan, identity) if resume and ranks.first else None
+    if ranks.of_first(finished is not None):
         return finished
     with ShardReader(plan.checkpoint) as reader, _cpu_threads(plan.settings.threads):
-        layers = None if tokens is None else _layer_quantizer(plan, reader, tokens)
+        layers = None if tokens is None else _layer_quantizer(plan, reader, tokens, ranks)
         if layers is not None and phases is not None:
             layers.phases = phases
+        if not ranks.first:
+            assert layers is not None
+            _follow(plan, reader, output, layers)
+            return None
         prepare_folder(output, plan, resume=resume, overwrite=overwrite)
         with CheckpointWriter(output, plan, identity) as writer:
             todo = plan.units[len(writer.commits) :]
-            order = read_order(todo, calibrated=layers is not None)
+            order = read_order(todo, calibrated=layers is not None, ranks=ranks)
             with reader.read_ahead(order, plan.settings.device):
                 _work(plan, reader, writer, layers, progress)
             report = _finish(plan, identity, writer, output, started)
@@ -216,13 +223,13 @@ def _work(
     if done:
         progress.note(f"resuming: {done} of {len(plan.units)} units are finished")
     progress.start("quantize", sum(sizes[done:]), "bytes")
-    last = max(
-        (i for i, u in enumerate(plan.units) if any(t.action == "quantize" for t in u.tensors)),
-        default=-1,
-    )
+    last = _last_quantized(plan)
     stored = [c.record["state"] for c in writer.commits if c.record["state"] is not None]
-    if layers is not None and stored and done <= last:
-        layers.load(writer.work / stored[-1]["file"], stored[-1]["sha256"])
+    if layers is not None:
+        state = stored[-1] if stored and done <= last else None
+        layers.ranks.of_first((done, state))
+        if state is not None:
+            layers.load(writer.work / state["file"], state["sha256"])
     for i, unit in enumerate(plan.units):
         if i < done:
             continue
@@ -244,7 +251,34 @@ def _work(
         progress.note(_summary(unit, reports))
 
 
-def _layer_quantizer(plan: Plan, reader: ShardReader, tokens: torch.Tensor) -> LayerQuantizer:
+def _follow(plan: Plan, reader: ShardReader, output: Path, layers: LayerQuantizer) -> None:
+    """What a rank does that does not write: its part of every layer, from where the first begins."""
+    from halfbyte.quantize.conversion import read_order
+
+    done, state = layers.ranks.of_first(None)
+    if state is not None:
+        layers.load(output / WORK_FOLDER / state["file"], state["sha256"])
+    last = _last_quantized(plan)
+    order = read_order(plan.units[done:], calibrated=True, ranks=layers.ranks)
+    with reader.read_ahead(order, plan.settings.device):
+        for i, unit in enumerate(plan.units[: last + 1]):
+            if i >= done and unit.kind in ("layer", "mtp"):
+                layers.run(unit, lambda *_: None)
+                if i < last:
+                    layers.tensors()  # rank 0 stores them
+
+
+def _last_quantized(plan: Plan) -> int:
+    """Index of the last unit with something to quantize, -1 without any."""
+    return max(
+        (i for i, u in enumerate(plan.units) if any(t.action == "quantize" for t in u.tensors)),
+        default=-1,
+    )
+
+
+def _layer_quantizer(
+    plan: Plan, reader: ShardReader, tokens: torch.Tensor, ranks: Ranks
+) -> LayerQuantizer:
     import torch
 
     from halfbyte.calibration.architecture import Architecture
@@ -264,7 +298,10 @@ def _layer_quantizer(plan: Plan, reader: ShardReader, tokens: torch.Tensor) -> L
     for unit in plan.units:
         if unit.index is not None:
             runner.check_layer(unit.index)
-    return LayerQuantizer(runner, settings, tokens, plan.memory.placement)
+    placement = plan.memory.placement
+    if ranks.count > 1:  # other ranks want them
+        placement = replace(placement, experts_on_host=False)
+    return LayerQuantizer(runner, settings, tokens, placement, ranks=ranks)
 
 
 def _summary(unit: Unit, reports: list[LinearReport]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -39,6 +39,10 @@ class Smoothing:
 
     def __post_init__(self) -> None:
         self._by_reader = {reader: i for i in self.inputs for reader in i.readers}
+
+    def on_host(self) -> dict[str, ChannelScales]:
+        """What was found, in host memory, for other ranks."""
+        return {name: replace(s, scales=s.scales.cpu()) for name, s in self.found.items()}
 
     def input_of(self, module: str) -> ScalableInput | None:
         """The input that a linear reads, when it may be scaled."""

@@ -1,0 +1,108 @@
+"""The processes that share a run, one to a GPU, as `torchrun` starts them.
+
+Rank 0 writes and reports; all compute. What they exchange goes through here, and in an order that
+does not depend on how many there are. Without `torchrun` there is one rank and nothing to exchange.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+PATIENCE = datetime.timedelta(hours=2)
+"""How long a rank waits for the others: rank 0 may be hashing a terabyte to resume."""
+_PIECE_BYTES = 1 << 28
+"""Of host memory that passes through a GPU at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among those of the run."""
+
+    rank: int = 0
+    count: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the rank that writes and reports."""
+        return self.rank == 0
+
+    def shares(self, total: int) -> list[range]:
+        """`total` things dealt to the ranks in order, as evenly as whole things can be."""
+        edges = [total * rank // self.count for rank in range(self.count + 1)]
+        return [range(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+
+    def complete(self, tensor: torch.Tensor, shares: Sequence[range]) -> None:
+        """Give every rank all rows of `tensor`; each has filled in those of its share."""
+        if self.count == 1:
+            return
+        import torch
+        import torch.distributed as dist
+
+        for rank, share in enumerate(shares):
+            # As bytes, since not every library that moves them knows every dtype.
+            rows = tensor[share.start : share.stop].reshape(-1).view(torch.uint8)
+            if rows.numel() == 0:
+                continue
+            if rows.is_cpu and dist.get_backend() == "nccl":
+                for piece in rows.split(_PIECE_BYTES):
+                    moved = piece.cuda()
+                    dist.broadcast(moved, src=rank)
+                    piece.copy_(moved)
+            else:
+                dist.broadcast(rows, src=rank)
+
+    def everyone(self, value: Any) -> list[Any]:
+        """What each rank has for `value`, in the order of ranks."""
+        if self.count == 1:
+            return [value]
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value)
+        return values
+
+    def of_first(self, value: Any) -> Any:
+        """What rank 0 has for `value`."""
+        if self.count == 1:
+            return value
+        import torch.distributed as dist
+
+        values = [value]
+        dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+
+def launched() -> bool:
+    """Whether `torchrun` started this process as one of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def local_device(device: str) -> str:
+    """The GPU of this rank, where a run asks for GPUs."""
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if device.startswith("cuda") else device
+
+
+@contextmanager
+def joined(device: str) -> Iterator[Ranks]:
+    """Join the other ranks for a while; alone when `torchrun` started none."""
+    if not launched():
+        yield Ranks()
+        return
+    import torch
+    import torch.distributed as dist
+
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", timeout=PATIENCE)
+    try:
+        yield Ranks(dist.get_rank(), dist.get_world_size())
+    finally:
+        dist.destroy_process_group()
