@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Ranks:
     def shares(self, total: int) -> list[range]:
         """`total` things dealt to the ranks in order, as evenly as whole things can be."""
         edges = [total * rank // self.count for rank in range(self.count + 1)]
-        return [range(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+        return [range(a, b) for a, b in pairwise(edges)]
 
     def complete(self, tensor: torch.Tensor, shares: Sequence[range]) -> None:
         """Give every rank all rows of `tensor`; each has filled in those of its share."""

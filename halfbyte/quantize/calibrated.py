@@ -81,7 +81,7 @@ class LayerQuantizer:
     state: State | None = None
     """Input of the next layer; None before the embedding."""
     phases: Phases = field(default_factory=Phases)
-    ranks: Ranks = Ranks()
+    ranks: Ranks = field(default_factory=Ranks)
     """Those that share the run: each has some of the sequences, and solves some of the experts."""
 
     def __post_init__(self) -> None:
@@ -152,7 +152,7 @@ class LayerQuantizer:
 
     def _completed(self, own: torch.Tensor, shares: Sequence[range]) -> torch.Tensor:
         """All ranks' rows, of which this one has its share."""
-        whole = own.new_empty(shares[-1].stop or max(s.stop for s in shares), *own.shape[1:])
+        whole = own.new_empty(max(share.stop for share in shares), *own.shape[1:])
         share = shares[self.ranks.rank]
         whole[share.start : share.stop] = own
         self.ranks.complete(whole, shares)

@@ -51,8 +51,8 @@ def run(
     progress: Progress | None = None,
     phases: Phases | None = None,
     ranks: Ranks = Ranks(),  # noqa: B008
-) -> RunReport | None:
-    """Carry out a plan into the folder `output`; None on all `ranks` but the first, which writes.
+) -> RunReport:
+    """Carry out a plan into the folder `output`, as the first of `ranks`; the others `follow`.
 
     `tokens` int64 [samples, sequence_length] are the calibration tokens, None for a data-free
     method; their hash becomes part of the plan.
@@ -67,17 +67,14 @@ def run(
     progress = progress or SilentProgress()
     plan = _with_tokens(plan, tokens)
     identity = run_identity(plan)
-    finished = _finished(output, plan, identity) if resume and ranks.first else None
-    if ranks.of_first(finished is not None):
+    finished = _finished(output, plan, identity) if resume else None
+    ranks.of_first(finished is not None)
+    if finished is not None:
         return finished
     with ShardReader(plan.checkpoint) as reader, _cpu_threads(plan.settings.threads):
         layers = None if tokens is None else _layer_quantizer(plan, reader, tokens, ranks)
         if layers is not None and phases is not None:
             layers.phases = phases
-        if not ranks.first:
-            assert layers is not None
-            _follow(plan, reader, output, layers)
-            return None
         prepare_folder(output, plan, resume=resume, overwrite=overwrite)
         with CheckpointWriter(output, plan, identity) as writer:
             todo = plan.units[len(writer.commits) :]
@@ -87,6 +84,31 @@ def run(
             report = _finish(plan, identity, writer, output, started)
     progress.finish()
     return report
+
+
+def follow(plan: Plan, output: Path, *, tokens: torch.Tensor, ranks: Ranks) -> None:
+    """The part of a calibrated run that falls to a rank that does not write.
+
+    Arguments as for `run`, which the first rank is in meanwhile.
+    """
+    from halfbyte.quantize.conversion import read_order
+
+    plan = _with_tokens(plan, tokens)
+    if ranks.of_first(None):
+        return  # finished already
+    with ShardReader(plan.checkpoint) as reader, _cpu_threads(plan.settings.threads):
+        layers = _layer_quantizer(plan, reader, tokens, ranks)
+        done, state = ranks.of_first(None)
+        if state is not None:
+            layers.load(output / WORK_FOLDER / state["file"], state["sha256"])
+        last = _last_quantized(plan)
+        order = read_order(plan.units[done:], calibrated=True, ranks=ranks)
+        with reader.read_ahead(order, plan.settings.device):
+            for i, unit in enumerate(plan.units[: last + 1]):
+                if i >= done and unit.kind in ("layer", "mtp"):
+                    layers.run(unit, lambda *_: None)
+                    if i < last:
+                        layers.tensors()  # which the first rank stores
 
 
 def _finish(
@@ -249,23 +271,6 @@ def _work(
         writer.commit(unit, record)
         progress.advance(sizes[i])
         progress.note(_summary(unit, reports))
-
-
-def _follow(plan: Plan, reader: ShardReader, output: Path, layers: LayerQuantizer) -> None:
-    """What a rank does that does not write: its part of every layer, from where the first begins."""
-    from halfbyte.quantize.conversion import read_order
-
-    done, state = layers.ranks.of_first(None)
-    if state is not None:
-        layers.load(output / WORK_FOLDER / state["file"], state["sha256"])
-    last = _last_quantized(plan)
-    order = read_order(plan.units[done:], calibrated=True, ranks=layers.ranks)
-    with reader.read_ahead(order, plan.settings.device):
-        for i, unit in enumerate(plan.units[: last + 1]):
-            if i >= done and unit.kind in ("layer", "mtp"):
-                layers.run(unit, lambda *_: None)
-                if i < last:
-                    layers.tensors()  # rank 0 stores them
 
 
 def _last_quantized(plan: Plan) -> int:
