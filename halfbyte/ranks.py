@@ -86,6 +86,11 @@ def launched() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
+def first_of_launched() -> bool:
+    """Whether this process is the rank that will write and report."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def local_device(device: str) -> str:
     """The GPU of this rank, where a run asks for GPUs."""
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if device.startswith("cuda") else device

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -82,7 +83,10 @@ def run(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Quantize a checkpoint. What `quantize SOURCE` runs."""
+    """Quantize a checkpoint. What `quantize SOURCE` runs.
+
+    On several GPUs: torchrun --nproc-per-node 8 -m halfbyte run SOURCE --to int4 ...
+    """
     from halfbyte.core import MemoryBudget
     from halfbyte.models import resolve
 
@@ -113,7 +117,17 @@ def run(
     from halfbyte.calibration.data import token_windows
     from halfbyte.commands import tables
     from halfbyte.quantize import pipeline
+    from halfbyte.ranks import first_of_launched, joined, launched, local_device
 
+    if launched():
+        if method == "rtn":
+            raise UsageError(
+                "--method rtn runs in one process: its speed is that of the disk",
+                hint="start it without torchrun",
+            )
+        settings = replace(settings, device=local_device(settings.device))
+        if not first_of_launched():
+            console = open_console(json=False, quiet=True)
     # The plan comes first: it refuses in seconds what tokenizing a long text would only delay.
     plan = _plan(path, recipe, group_size, settings, budget)
     tokens = None
@@ -125,10 +139,21 @@ def run(
     for warning in plan.warnings:
         console.warning(warning)
     output = output or default_output(path)
-    with resumable(output), console.working() as progress:
-        report = pipeline.run(
-            plan, output, tokens=tokens, resume=resume, overwrite=overwrite, progress=progress
-        )
+    with joined(plan.settings.device) as ranks:
+        if not ranks.first:
+            assert tokens is not None
+            pipeline.follow(plan, output, tokens=tokens, ranks=ranks)
+            return
+        with resumable(output), console.working() as progress:
+            report = pipeline.run(
+                plan,
+                output,
+                tokens=tokens,
+                resume=resume,
+                overwrite=overwrite,
+                progress=progress,
+                ranks=ranks,
+            )
     for line in tables.run_summary(report):
         console.line(line)
     console.result(tables.run_record(report), quiet=str(output))
