@@ -73,7 +73,7 @@ def quantize_layer(
                 weight, codes=weight.codes.clone(), scales=weight.scales.clone()
             )
 
-        made.reports = quantizer.run(unit, keep)
+        made.reports = quantizer.run(unit, keep).reports
         assert quantizer.state is not None
         made.hidden = quantizer.state.hidden
     return made
