@@ -57,7 +57,10 @@ class Row:
 BASELINE = "fp8"
 ROWS: Mapping[str, Row] = {
     "rtn": Row(OURS, "--method rtn", calibrated=False),
+    "gptq-plain": Row(OURS, "--refine 0 --positive-scales --expert-hessian routed"),
     "gptq": Row(OURS),
+    "awq": Row(OURS, "--method awq"),
+    "awq+gptq": Row(OURS, "--method awq+gptq"),
     "llmc-gptq": Row(ONESHOT, "--method gptq --experts all"),
     "llmc-gptq-routed": Row(ONESHOT, "--method gptq --experts routed"),
     "llmc-gptq-mse": Row(ONESHOT, "--method gptq --experts all --observer memoryless_mse"),

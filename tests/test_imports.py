@@ -17,7 +17,7 @@ PACKAGE = Path(halfbyte.__file__).parent
 FILES = sorted(set(PACKAGE.rglob("*.py")) - set((PACKAGE / "demo").rglob("*.py")))
 """All code of the package; what lies in demo/ is data: task files that lm-eval reads."""
 
-BASE = {"core", "devices", "env", "errors", "models", "progress", "units"}
+BASE = {"core", "devices", "env", "errors", "models", "progress", "ranks", "units"}
 FORMATS = BASE | {"kernels"}
 METHODS = FORMATS | {"formats"}
 EVALS = METHODS | {"calibration", "quantize"}
@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "progress": set(),
     "units": set(),
     "env": {"errors"},
+    "ranks": set(),
     "devices": {"errors"},
     "models": {"core", "errors"},
     "kernels": BASE,

@@ -289,7 +289,7 @@ def expert_batches(sequences: int, length: int) -> list[slice]:
     """Slices of whole batches, of about `EXPERT_TOKENS` tokens: what goes through the experts of a
     layer together, and what a rank is given whole, so that no sum depends on how many there are."""
     length = max(1, length)
-    step = max(1, BATCH_TOKENS // length) * (EXPERT_TOKENS // BATCH_TOKENS)
+    step = max(1, BATCH_TOKENS // length) * max(1, EXPERT_TOKENS // BATCH_TOKENS)
     return [slice(start, min(start + step, sequences)) for start in range(0, sequences, step)]
 
 

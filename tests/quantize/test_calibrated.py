@@ -126,7 +126,7 @@ def test_the_state_is_what_transformers_makes_of_the_quantized_weights(
     tmp_path: Path, model_type: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner_module, "BATCH_TOKENS", 80)
-    monkeypatch.setattr(calibrated, "EXPERT_TOKENS", 100)
+    monkeypatch.setattr(runner_module, "EXPERT_TOKENS", 160)
     source = write_tiny(tmp_path / "tiny", model_type=model_type, source="bf16")
     before = hidden_states(source)
     made = quantize_layer(source, before)
@@ -187,7 +187,12 @@ def test_tokens_at_once_change_nothing_but_float_rounding(
     source = write_tiny(tmp_path / "tiny")
     before = hidden_states(source)
     whole = quantize_layer(source, before)
-    monkeypatch.setattr(calibrated, "EXPERT_TOKENS", tokens)
+
+    def batches(sequences: int, length: int) -> list[slice]:
+        step = max(1, tokens // length)
+        return [slice(start, min(start + step, sequences)) for start in range(0, sequences, step)]
+
+    monkeypatch.setattr(calibrated, "expert_batches", batches)
     parts = quantize_layer(source, before)
     assert parts.reports == whole.reports
     for name, weight in whole.weights.items():
