@@ -104,7 +104,9 @@ def estimate_memory(
             "experts' input": hidden,
             "quantized experts": 0 if placement.experts_on_host else waiting,
             "experts in work": placement.experts_at_once * _expert_bytes(model),
-            "activations of an expert": _expert_activations(settings, model),
+            "activations of an expert": _expert_activations(
+                settings, model, state_on_host=placement.state_on_host
+            ),
         }
         phase = max(forward, experts, key=lambda phase: sum(phase.values()))
         kept = {"hidden states", "experts' input", "quantized experts"} if on_gpu else set()
@@ -232,19 +234,21 @@ def _quantized_experts(model: Mapping[str, Any]) -> int:
     return int(3 * hidden * inner * config_count(model, "n_routed_experts") * per_weight)
 
 
-def _expert_activations(settings: Settings, model: Mapping[str, Any]) -> int:
+def _expert_activations(
+    settings: Settings, model: Mapping[str, Any], *, state_on_host: bool
+) -> int:
     """Of a slice of one expert's tokens: their hidden states as gathered, gate and up, and the
     input of its down projection; or of the tokens that go through the experts together."""
     kind = settings.device.partition(":")[0]
     hidden, inner = config_count(model, "hidden_size"), config_count(model, "moe_intermediate_size")
-    tokens = _tokens(settings)
-    measured = min(tokens, MOMENT_TOKENS[kind]) * (hidden + 3 * inner)
-    share = EXPERT_TOKENS * config_count(model, "num_experts_per_tok")
+    measured = min(_tokens(settings), MOMENT_TOKENS[kind]) * (hidden + 3 * inner)
+    together = min(_tokens(settings), EXPERT_TOKENS)
+    share = together * config_count(model, "num_experts_per_tok")
     share //= max(1, config_count(model, "n_routed_experts"))
-    together = min(tokens, EXPERT_TOKENS) * hidden + min(tokens, 4 * share) * (
-        2 * hidden + 3 * inner
-    )
-    return max(measured, together) * _element_bytes(settings)
+    # A hot expert gets three times its share; states from the host are copied.
+    passing = min(together, 3 * share) * (2 * hidden + 3 * inner)
+    passing += together * hidden if state_on_host else 0
+    return max(measured, passing) * _element_bytes(settings)
 
 
 def _activations(settings: Settings, model: Mapping[str, Any]) -> int:
