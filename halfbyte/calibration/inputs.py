@@ -239,7 +239,9 @@ class ExpertInputs:
         rows = self._held.rows(expert)
         rows = rows[evenly(HELD_OUT_TOKENS, len(rows), rows.device)]
         if len(rows) < FEW_HELD_OUT:
-            rows = torch.cat([rows, self._layer_held])[:FEW_HELD_OUT]
+            others = self._layer_held[~torch.isin(self._layer_held, rows)]
+            spread = evenly(FEW_HELD_OUT - len(rows), len(others), others.device)
+            rows = torch.cat([rows, others[spread]])
         return rows
 
     def _layer_mean(self) -> torch.Tensor:

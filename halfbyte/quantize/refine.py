@@ -41,7 +41,8 @@ def refine(
     errors = errors.reshape(count, -1, columns)
     codes = codes.reshape(count, -1, columns).clone()
     scales = scales.reshape(count, -1, groups).clone()
-    if weights.is_cuda and columns % 32 == 0:
+    # The kernel takes columns, and groups, by 32.
+    if weights.is_cuda and columns % 32 == scheme.columns_per_group(columns) % 32 == 0:
         from halfbyte.kernels.refinement import descend
 
         descend(
