@@ -464,8 +464,7 @@ def _collected(
         notes.append(replace(own, hessian=own.hessian.new_empty(0), held_out=None))
     if hessians is None:
         return None, notes
-    padded = nn.utils.rnn.pad_sequence(held_out, batch_first=True) if held_out else None
-    return Inputs(hessians, padded), notes
+    return Inputs(hessians, held_out or None), notes
 
 
 _Stored = torch.Tensor | tuple[torch.Tensor, torch.Tensor]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -25,8 +25,16 @@ class Inputs:
 
     hessians: torch.Tensor
     """Second moments, float32 [B, K, K], or [1, K, K] when all weights read the same input."""
-    held_out: torch.Tensor | None = None
-    """Inputs [B or 1, m, K] that the Hessians have not seen; rows of zeros count for nothing."""
+    held_out: Sequence[torch.Tensor] | None = None
+    """Inputs [m, K] for each of B weights, or one for all, that the Hessians have not seen. Not
+    padded to one length: a library may add up products of other shapes in another order."""
+
+    def held_out_of(self, item: int) -> torch.Tensor | None:
+        """Held-out inputs of one weight of the batch; None when there were too few tokens."""
+        if self.held_out is None:
+            return None
+        held_out = self.held_out[item % len(self.held_out)]
+        return held_out if len(held_out) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +71,6 @@ def solve(
     """
     parts = tuple(parts) or (weights.shape[1],)
     batch = weights.shape[0]
-    if inputs is not None and inputs.held_out is not None and not inputs.held_out.shape[1]:
-        inputs = replace(inputs, held_out=None)  # too few tokens to hold one out
     search, signed = settings.scale_search, settings.signed_scales
     if not settings.compensates or inputs is None:
         importance = None
@@ -109,13 +115,12 @@ def solve(
     energy, error, rtn_error = (
         _by_part(_energy(rows, inputs), parts) for rows in (weights, errors, rounding)
     )
-    worse = torch.zeros_like(error, dtype=torch.bool)
-    if inputs is not None and inputs.held_out is not None:
-        worse = error > rtn_error
-        for item, rows in _true(worse.tolist(), parts):
-            codes[item, rows], scales[item, rows] = rounded[item, rows], plain[item, rows]
-            errors[item, rows] = rounding[item, rows]
-        error = torch.minimum(error, rtn_error)
+    held = [inputs is not None and inputs.held_out_of(item) is not None for item in range(batch)]
+    worse = (error > rtn_error) & torch.tensor(held, device=error.device)[:, None]
+    for item, rows in _true(worse.tolist(), parts):
+        codes[item, rows], scales[item, rows] = rounded[item, rows], plain[item, rows]
+        errors[item, rows] = rounding[item, rows]
+    error = torch.where(worse, rtn_error, error)
     off, square = (
         _by_part(rows.square().sum(-1, dtype=torch.float64), parts) for rows in (errors, weights)
     )
@@ -163,8 +168,8 @@ def _energy(rows: torch.Tensor, inputs: Inputs | None) -> torch.Tensor:
     energy = torch.empty(rows.shape[:2], dtype=torch.float64, device=rows.device)
     # One by one: a library may add up a batch of products in another order than a single one.
     for item, row in enumerate(rows):
-        if inputs.held_out is not None:
-            held_out = inputs.held_out[item % len(inputs.held_out)]
+        held_out = inputs.held_out_of(item)
+        if held_out is not None:
             outputs = held_out @ row.to(held_out.dtype).T
             energy[item] = outputs.float().square().sum(0, dtype=torch.float64)
         else:
