@@ -98,18 +98,18 @@ def solve(
                 dampening=settings.dampening,
                 block_size=settings.block_size,
             )
-            scales = plain
         else:
             codes = gptq(weights, factor, plain, scheme, settings.block_size)
-            hessians, damping = inputs.hessians, factor.damping
-            del factor
-            codes, scales = refine(
-                weights, codes, plain, hessians, damping, scheme, settings.refine
-            )
-        fallbacks = list(steps) * (batch // len(steps))
-        for item, step in enumerate(fallbacks):
-            if step == DIAGONAL:  # refinement would descend without end
+        diagonal = [fallback == DIAGONAL for fallback in factor.fallbacks]
+        damping = factor.damping
+        del factor  # as large as all Hessians
+        codes, scales = refine(
+            weights, codes, plain, inputs.hessians, damping, scheme, settings.refine
+        )
+        for item in range(batch):
+            if diagonal[item % len(diagonal)]:  # refinement would descend without end
                 codes[item], scales[item] = rounded[item], plain[item]
+        fallbacks = list(steps) * (batch // len(steps))
     errors = _errors(weights, codes, scales)
     rounding = errors if codes is rounded else _errors(weights, rounded, plain)
     energy, error, rtn_error = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -273,7 +275,11 @@ def test_the_other_engine_solves_the_same_problem() -> None:
     pytest.importorskip("llmcompressor")
     weights, hessians = problem()
     ours = solve(weights, SCHEME, Inputs(hessians), UNREFINED)
-    theirs = solve(weights, SCHEME, Inputs(hessians), Settings(engine="llmcompressor"))
+    engine = replace(UNREFINED, engine="llmcompressor")
+    theirs = solve(weights, SCHEME, Inputs(hessians), engine)
+    refined = solve(weights, SCHEME, Inputs(hessians), replace(engine, refine=2))
+    for item in range(3):
+        assert only(refined, item).error < only(theirs, item).error
     assert first_difference(theirs.scales, ours.scales) is None
     assert float((theirs.codes == ours.codes).float().mean()) > 0.99
     sums = [sum(only(solved, item).error for item in range(3)) for solved in (theirs, ours)]
