@@ -6,6 +6,7 @@ Not listed: what the libraries read on their own (`HF_HOME`, `HF_TOKEN`, `CUDA_V
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -27,6 +28,22 @@ def cache_folder() -> Path:
     if folder := os.environ.get("HALFBYTE_CACHE"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "halfbyte"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Launch:
+    """A process among those that `torchrun` started."""
+
+    rank: int
+    local_rank: int
+    """Its number on this machine, which is the number of its GPU."""
+
+
+def torchrun() -> Launch | None:
+    """`WORLD_SIZE`, `RANK`, `LOCAL_RANK`: set by `torchrun` in each of the processes it starts."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return None
+    return Launch(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]))
 
 
 def dumb_terminal() -> bool:

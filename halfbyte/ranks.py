@@ -7,12 +7,13 @@ does not depend on how many there are. Without `torchrun` there is one rank and 
 from __future__ import annotations
 
 import datetime
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+
+from halfbyte.env import torchrun
 
 if TYPE_CHECKING:
     import torch
@@ -81,25 +82,18 @@ class Ranks:
         return values[0]
 
 
-def launched() -> bool:
-    """Whether `torchrun` started this process as one of several."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
-def first_of_launched() -> bool:
-    """Whether this process is the rank that will write and report."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def local_device(device: str) -> str:
     """The GPU of this rank, where a run asks for GPUs."""
-    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if device.startswith("cuda") else device
+    launch = torchrun()
+    if launch is None or not device.startswith("cuda"):
+        return device
+    return f"cuda:{launch.local_rank}"
 
 
 @contextmanager
 def joined(device: str) -> Iterator[Ranks]:
     """Join the other ranks for a while; alone when `torchrun` started none."""
-    if not launched():
+    if torchrun() is None:
         yield Ranks()
         return
     import torch

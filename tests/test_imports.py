@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "progress": set(),
     "units": set(),
     "env": {"errors"},
-    "ranks": set(),
+    "ranks": {"env"},
     "devices": {"errors"},
     "models": {"core", "errors"},
     "kernels": BASE,

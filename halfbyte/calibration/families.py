@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -46,3 +47,8 @@ def language_model(checkpoint: Checkpoint) -> tuple[Family, Mapping[str, Any], s
             hint="round without calibration: --method rtn",
         )
     return FAMILIES[model_type], fields, prefix
+
+
+def is_routed_expert(module: str) -> bool:
+    """Whether a module is a linear of a routed expert."""
+    return re.search(r"\.experts\.\d+\.(gate|up|down)_proj$", module) is not None

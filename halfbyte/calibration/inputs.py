@@ -18,7 +18,6 @@ Every `HELD_OUT_STRIDE`-th token is kept out of all statistics, to check their r
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -55,11 +54,6 @@ def input_of(module: str) -> str:
     """
     owner, _, leaf = module.rpartition(".")
     return f"{owner}.{_SHARED_INPUTS.get(leaf, leaf)}"
-
-
-def is_routed_expert(module: str) -> bool:
-    """Whether a module is a linear of a routed expert."""
-    return re.search(r"\.experts\.\d+\.(gate|up|down)_proj$", module) is not None
 
 
 def second_moment(inputs: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,7 @@ from halfbyte.commands.options import (
     open_console,
 )
 from halfbyte.console import render, resumable
+from halfbyte.env import torchrun
 from halfbyte.errors import UsageError
 
 if TYPE_CHECKING:
@@ -117,16 +118,16 @@ def run(
     from halfbyte.calibration.data import token_windows
     from halfbyte.commands import tables
     from halfbyte.quantize import pipeline
-    from halfbyte.ranks import first_of_launched, joined, launched, local_device
+    from halfbyte.ranks import joined, local_device
 
-    if launched():
+    if (launch := torchrun()) is not None:
         if method == "rtn":
             raise UsageError(
                 "--method rtn runs in one process: its speed is that of the disk",
                 hint="start it without torchrun",
             )
         settings = replace(settings, device=local_device(settings.device))
-        if not first_of_launched():
+        if launch.rank:
             console = open_console(json=False, quiet=True)
     # The plan comes first: it refuses in seconds what tokenizing a long text would only delay.
     plan = _plan(path, recipe, group_size, settings, budget)

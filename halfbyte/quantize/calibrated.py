@@ -24,11 +24,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from halfbyte.calibration.families import is_routed_expert
 from halfbyte.calibration.inputs import (
     ExpertInputs,
     collect_linear_inputs,
     input_of,
-    is_routed_expert,
     second_moment,
 )
 from halfbyte.calibration.mtp import mtp_input
@@ -298,7 +298,8 @@ class LayerQuantizer:
         emit: Emit,
     ) -> list[dict[str, _Stored]]:
         """The experts of all ranks, of which this one has its share; rank 0 emits the others'."""
-        config, device = self.runner.architecture.config, self.runner.device
+        config = self.runner.architecture.config
+        device = "cpu" if self.placement.experts_on_host else self.runner.device
         hidden, inner = config.hidden_size, config.moe_intermediate_size
         shapes = {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
         count, mine = shares[-1].stop, shares[self.ranks.rank]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from halfbyte.calibration.inputs import is_routed_expert
+from halfbyte.calibration.families import is_routed_expert
 from halfbyte.core import LinearReport, QuantizedWeight, Settings, TensorPlan, Unit
 from halfbyte.formats import int4
 from halfbyte.formats.shards import TORCH_DTYPES, Request, ShardReader, require_finite, row_slices

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from halfbyte.calibration.families import is_routed_expert
 from halfbyte.calibration.limits import (
     BATCH_TOKENS,
     EXPERT_TOKENS,
@@ -205,18 +206,18 @@ def _linears_in_work(tensors: Sequence[TensorPlan], settings: Settings) -> int:
     return 4 * 4 * max(largest, min(total, BATCH_ELEMENTS[settings.device.partition(":")[0]]))
 
 
-def _is_expert(tensor: TensorPlan) -> bool:
-    return ".mlp.experts." in tensor.name
-
-
 def _plain(layer: Sequence[TensorPlan], settings: Settings) -> int:
-    plain = (t for t in layer if not _is_expert(t))
+    plain = (t for t in layer if not is_routed_expert(t.module))
     return _element_bytes(settings) * sum(math.prod(t.source.shape) for t in plain)
 
 
 def _hessians(layer: Sequence[TensorPlan]) -> int:
     """Of the plain linears that are quantized: one for each, with its factor."""
-    columns = [t.source.shape[1] for t in layer if t.action == "quantize" and not _is_expert(t)]
+    columns = [
+        t.source.shape[1]
+        for t in layer
+        if t.action == "quantize" and not is_routed_expert(t.module)
+    ]
     return sum(4 * k * k for k in columns) + 2 * max((4 * k * k for k in columns), default=0)
 
 

@@ -16,7 +16,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -303,10 +303,7 @@ def _layer_quantizer(
     for unit in plan.units:
         if unit.index is not None:
             runner.check_layer(unit.index)
-    placement = plan.memory.placement
-    if ranks.count > 1:  # other ranks want them
-        placement = replace(placement, experts_on_host=False)
-    return LayerQuantizer(runner, settings, tokens, placement, ranks=ranks)
+    return LayerQuantizer(runner, settings, tokens, plan.memory.placement, ranks=ranks)
 
 
 def _summary(unit: Unit, reports: list[LinearReport]) -> str:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from halfbyte.calibration import runner as runner_module
 from halfbyte.calibration.architecture import Architecture
+from halfbyte.calibration.families import is_routed_expert
 from halfbyte.calibration.inputs import (
     BLEND,
     FEW_HELD_OUT,
@@ -20,7 +21,6 @@ from halfbyte.calibration.inputs import (
     checked,
     collect_linear_inputs,
     input_of,
-    is_routed_expert,
 )
 from halfbyte.calibration.limits import HELD_OUT_STRIDE, HELD_OUT_TOKENS
 from halfbyte.calibration.routing import Routing
