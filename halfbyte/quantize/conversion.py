@@ -13,10 +13,9 @@ from halfbyte.core import LinearReport, QuantizedWeight, Settings, TensorPlan, U
 from halfbyte.formats import int4
 from halfbyte.formats.shards import TORCH_DTYPES, Request, ShardReader, require_finite, row_slices
 from halfbyte.formats.writer import CheckpointWriter
-from halfbyte.quantize.calibrated import report_of
 from halfbyte.quantize.memory import BATCH_ELEMENTS
 from halfbyte.quantize.smoothing import Smoothing
-from halfbyte.quantize.solver import solve
+from halfbyte.quantize.solver import report_of, solve
 from halfbyte.ranks import Ranks
 
 

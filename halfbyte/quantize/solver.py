@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from halfbyte.core import QuantizedWeight, Scheme, Settings
+from halfbyte.core import (
+    InputStats,
+    LinearReport,
+    QuantizedWeight,
+    Scheme,
+    Settings,
+    TensorPlan,
+)
 from halfbyte.kernels.reference import dequantize_int4
 from halfbyte.quantize import llmcompressor
 from halfbyte.quantize.gptq import DIAGONAL, factorize, gptq
@@ -148,6 +155,47 @@ def solve(
             )
         linears.append(tuple(stack))
     return Solved(codes, scales, tuple(linears))
+
+
+def collected(
+    count: int, stats: Iterable[InputStats | None]
+) -> tuple[Inputs | None, list[InputStats | None]]:
+    """Statistics of `count` inputs as one batch, and without the matrices, for the report.
+
+    Each Hessian goes to its place in the batch as soon as it is made, so that none exists twice.
+    """
+    hessians: torch.Tensor | None = None
+    held_out: list[torch.Tensor] = []
+    notes: list[InputStats | None] = []
+    for item, own in enumerate(stats):
+        if own is None:
+            notes.append(None)
+            continue
+        if hessians is None:
+            hessians = own.hessian.new_empty(count, *own.hessian.shape)
+        hessians[item] = own.hessian
+        if own.held_out is not None:
+            held_out.append(own.held_out)
+        notes.append(replace(own, hessian=own.hessian.new_empty(0), held_out=None))
+    if hessians is None:
+        return None, notes
+    return Inputs(hessians, held_out or None), notes
+
+
+def report_of(
+    plan: TensorPlan, quantized: QuantizedWeight, stats: InputStats | None
+) -> LinearReport:
+    """The line of the run report on a quantized linear."""
+    return LinearReport(
+        name=plan.module,
+        scheme=str(plan.scheme),
+        error=quantized.error,
+        rtn_error=quantized.rtn_error,
+        weight_error=quantized.weight_error,
+        tokens=stats.tokens if stats else 0,
+        rung=stats.rung if stats else "weights-only",
+        fallback=quantized.fallback,
+    )
 
 
 def _digits(number: float) -> float:

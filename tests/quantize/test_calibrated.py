@@ -25,7 +25,7 @@ from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.shards import ShardReader
 from halfbyte.formats.weights import logical_weights
 from halfbyte.kernels.reference import dequantize_int4
-from halfbyte.quantize import calibrated
+from halfbyte.quantize import experts
 from halfbyte.quantize.calibrated import LayerQuantizer
 from halfbyte.quantize.plan import make_plan
 from halfbyte.quantize.recipe import load_recipe
@@ -192,7 +192,7 @@ def test_tokens_at_once_change_nothing_but_float_rounding(
         step = max(1, tokens // length)
         return [slice(start, min(start + step, sequences)) for start in range(0, sequences, step)]
 
-    monkeypatch.setattr(calibrated, "expert_batches", batches)
+    monkeypatch.setattr(experts, "expert_batches", batches)
     parts = quantize_layer(source, before)
     assert parts.reports == whole.reports
     for name, weight in whole.weights.items():

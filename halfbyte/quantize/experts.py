@@ -1,0 +1,252 @@
+"""The routed experts of one layer: measured, quantized, and then passed by the tokens.
+
+Some experts at a time: gate and up are solved as one weight for the input they share, down for its
+input behind the *quantized* gate and up. Finished experts wait, packed, until all are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from halfbyte.calibration.inputs import ExpertInputs, second_moment
+from halfbyte.calibration.routing import Routing
+from halfbyte.calibration.runner import LayerRunner, State, expert_batches
+from halfbyte.core import LinearReport, Placement, QuantizedWeight, Settings, TensorPlan
+from halfbyte.kernels.reference import decode_int4, pack_int4, unpack_int4
+from halfbyte.quantize.phases import Phases
+from halfbyte.quantize.smoothing import ScaleSearch
+from halfbyte.quantize.solver import collected, report_of, solve
+from halfbyte.ranks import Ranks
+
+EXPERT_STACKS = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
+"""Linears of an expert that read the same input, and are solved as one weight."""
+
+Emit = Callable[[TensorPlan, QuantizedWeight], None]
+"""Takes a finished linear away, to be packed and written."""
+
+Stored = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""A weight between its quantization and the tokens' way through it: packed codes and scales, or
+itself when it is not quantized."""
+
+
+@dataclass(frozen=True)
+class ExpertQuantizer:
+    """Quantizes the experts of a layer, those of this rank by itself."""
+
+    runner: LayerRunner
+    settings: Settings
+    placement: Placement
+    phases: Phases
+    ranks: Ranks
+
+    def quantize(
+        self, index: int, routing: Routing, search: ScaleSearch, emit: Emit
+    ) -> tuple[list[LinearReport], list[dict[str, Stored]]]:
+        """Quantize the routed experts of layer `index`; their reports, and all of them by stack.
+
+        `routing` is of the tokens of all ranks. Each rank solves its share of the experts and has
+        those of the others in the end; the first rank emits them all.
+        Raises CalibrationError when an input is not finite.
+        """
+        runner, settings, planned = self.runner, self.settings, search.planned
+        prefix = f"{runner.architecture.layer_name(index)}mlp.experts."
+        _scale_experts_input(routing, prefix, search)
+        inputs = ExpertInputs(
+            routing, f"layers.{index}", settings.expert_hessian, affinity=settings.affinity
+        )
+        step = self.placement.experts_at_once
+        experts: list[dict[str, Stored]] = []
+        reports = []
+        shares = self.ranks.shares(routing.experts)
+        own_experts = shares[self.ranks.rank]
+        for start in range(own_experts.start, own_experts.stop, step):
+            chunk = range(start, min(start + step, own_experts.stop))
+            with self.phases("read"):
+                loaded = [runner.load_expert(index, expert) for expert in chunk]
+            if search.smoothing.inputs:
+                with self.phases("scale inputs"):
+                    for expert, single in zip(chunk, loaded, strict=True):
+                        self._scale_expert(f"{prefix}{expert}.", single, inputs, expert, search)
+            weights = _stacked(loaded)
+            stacks: list[dict[str, Stored]] = [{} for _ in chunk]
+            # One scheme for all experts of a layer, gate with up: the recipe guarantees it.
+            for stack, leaves in EXPERT_STACKS.items():
+                weight = weights.pop(stack)
+                plans = [[planned.get(f"{prefix}{e}.{leaf}") for leaf in leaves] for e in chunk]
+                if plans[0][0] is None:
+                    for own, plain in zip(stacks, weight, strict=True):
+                        own[stack] = self._kept(plain.to(runner.dtype))
+                    continue
+                with self.phases("Hessians"):
+                    known, stats = collected(
+                        len(chunk),
+                        (
+                            inputs.gate_up(expert)
+                            if stack == "gate_up"
+                            else inputs.down(expert, runner, self._decoded(own["gate_up"]))
+                            for expert, own in zip(chunk, stacks, strict=True)
+                        ),
+                    )
+                with self.phases(f"solve {stack}"):
+                    scheme = plans[0][0].scheme
+                    assert scheme is not None
+                    parts = [weight.shape[1] // len(leaves)] * len(leaves)
+                    solved = solve(weight, scheme, known, settings, parts)
+                del weight, known
+                with self.phases("write"):
+                    for item, own in enumerate(stacks):
+                        for plan, linear in zip(plans[item], solved.linears[item], strict=True):
+                            assert plan is not None
+                            emit(plan, linear)
+                            reports.append(report_of(plan, linear, stats[item]))
+                        packed = pack_int4(solved.codes[item])
+                        own[stack] = self._kept(packed), self._kept(solved.scales[item])
+            experts += stacks
+        if self.ranks.count > 1:
+            with self.phases("exchange experts"):
+                experts = self._exchanged(experts, shares, planned, prefix, emit)
+                reports = [report for part in self.ranks.everyone(reports) for report in part]
+                for found in self.ranks.everyone(search.smoothing.on_host()):
+                    search.smoothing.found.update(found)
+        return reports, experts
+
+    def _exchanged(
+        self,
+        own: list[dict[str, Stored]],
+        shares: Sequence[range],
+        planned: Mapping[str, TensorPlan],
+        prefix: str,
+        emit: Emit,
+    ) -> list[dict[str, Stored]]:
+        """The experts of all ranks, of which this one has its share; rank 0 emits the others'."""
+        config = self.runner.architecture.config
+        device = "cpu" if self.placement.experts_on_host else self.runner.device
+        hidden, inner = config.hidden_size, config.moe_intermediate_size
+        shapes = {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+        count, mine = shares[-1].stop, shares[self.ranks.rank]
+        experts: list[dict[str, Stored]] = [{} for _ in range(count)]
+        for stack, leaves in EXPERT_STACKS.items():
+            rows, columns = shapes[stack]
+            plan = planned.get(f"{prefix}0.{leaves[0]}")
+            if plan is None:
+                plain = torch.empty(count, rows, columns, dtype=self.runner.dtype, device=device)
+                parts: tuple[torch.Tensor, ...] = (plain,)
+            else:
+                assert plan.scheme is not None
+                groups = plan.scheme.groups(columns)
+                packed = torch.empty(count, rows, columns // 8, dtype=torch.int32, device=device)
+                scales = torch.empty(count, rows, groups, dtype=torch.bfloat16, device=device)
+                parts = (packed, scales)
+            for expert, stacks in zip(mine, own, strict=True):
+                kept = stacks[stack]
+                values = (kept,) if isinstance(kept, torch.Tensor) else kept
+                for part, value in zip(parts, values, strict=True):
+                    part[expert] = value
+            for part in parts:
+                self.ranks.complete(part, shares)
+            for expert in range(count):
+                if plan is None:
+                    experts[expert][stack] = parts[0][expert]
+                    continue
+                experts[expert][stack] = parts[0][expert], parts[1][expert]
+                if self.ranks.first and expert not in mine:
+                    codes = unpack_int4(parts[0][expert], columns)
+                    start = 0
+                    for leaf in leaves:
+                        linear = planned[f"{prefix}{expert}.{leaf}"]
+                        where = slice(start, start + rows // len(leaves))
+                        start = where.stop
+                        emit(linear, QuantizedWeight(codes[where], parts[1][expert][where]))
+        return experts
+
+    def _scale_expert(
+        self,
+        prefix: str,
+        weights: dict[str, torch.Tensor],
+        inputs: ExpertInputs,
+        expert: int,
+        search: ScaleSearch,
+    ) -> None:
+        """Scale the columns of gate and up for the norm before them, and search and apply the
+        scales between up and down, before any of them is quantized."""
+        smoothing = search.smoothing
+        for leaf in ("gate_proj", "up_proj"):
+            weights[leaf] = smoothing.apply(f"{prefix}{leaf}.weight", weights[leaf])
+        down = prefix + "down_proj"
+        if down in search.planned and smoothing.input_of(down) is not None:
+            stats = None
+            if inputs.tokens(expert):
+                gate_up = torch.cat([weights["gate_proj"], weights["up_proj"]])
+                stats = inputs.down(expert, self.runner, gate_up)
+            search.inner(down, weights["down_proj"], stats)
+            if (rows := smoothing.rows(prefix + "up_proj")) is not None:
+                weights["up_proj"] = weights["up_proj"] / rows[:, None]
+        weights["down_proj"] = smoothing.apply(down + ".weight", weights["down_proj"])
+
+    def add_outputs(
+        self,
+        state: State,
+        first_sequence: int,
+        routing: Routing,
+        experts: Sequence[Mapping[str, Stored]],
+    ) -> None:
+        """Add what the experts make of their tokens to `state`, some tokens at a time.
+
+        The state's first sequence is number `first_sequence` of those in `routing`.
+        """
+        sequences, length, width = state.hidden.shape
+        hidden, runner = state.hidden.view(-1, width), self.runner
+        before = first_sequence * length
+        for batch in expert_batches(sequences, length):
+            own = slice(batch.start * length, batch.stop * length)
+            tokens = slice(before + own.start, before + own.stop)
+            dispatch = routing.dispatch(tokens.start, tokens.stop)
+            part = hidden[own].to(runner.device)
+            for expert, stacks in enumerate(experts):
+                if dispatch.tokens(expert):
+                    weights = {name: self._decoded(stack) for name, stack in stacks.items()}
+                    runner.add_expert(part, routing.hidden[tokens], dispatch, expert, weights)
+            if part.device != hidden.device:
+                hidden[own] = part
+
+    def _decoded(self, stack: Stored) -> torch.Tensor:
+        device = self.runner.device
+        if isinstance(stack, torch.Tensor):
+            return stack.to(device, non_blocking=True)
+        packed, scales = (part.to(device, non_blocking=True) for part in stack)
+        return decode_int4(packed, scales, self.runner.dtype)
+
+    def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor to keep until the tokens come: not a part of a batch that goes."""
+        if not self.placement.experts_on_host:
+            return tensor.clone()
+        kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return kept.copy_(tensor, non_blocking=True)
+
+
+def _scale_experts_input(routing: Routing, prefix: str, search: ScaleSearch) -> None:
+    """Search the scales of what the routed experts read, if they may be scaled, and divide by
+    them, in place. Scales of norms are powers of two, so that rounds nothing."""
+    tokens = len(routing.hidden)
+    if not search.smoothing.inputs or not tokens:
+        return
+    dispatch = routing.dispatch()
+    loads = [dispatch.tokens(expert) / tokens for expert in range(routing.experts)]
+    search.experts_input(second_moment(routing.hidden) / tokens, loads)
+    if (columns := search.smoothing.columns(f"{prefix}0.gate_proj")) is not None:
+        routing.hidden.div_(columns.to(routing.hidden))
+
+
+def _stacked(experts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """[experts, rows, columns] of each of `EXPERT_STACKS`. Takes the experts' weights away."""
+    stacks = {}
+    for name, leaves in EXPERT_STACKS.items():
+        rows = sum(experts[0][leaf].shape[0] for leaf in leaves)
+        stack = experts[0][leaves[0]].new_empty(len(experts), rows, experts[0][leaves[0]].shape[1])
+        for weights, own in zip(experts, stack, strict=True):
+            torch.cat([weights.pop(leaf) for leaf in leaves], out=own)
+        stacks[name] = stack
+    return stacks
