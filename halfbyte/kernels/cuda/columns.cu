@@ -226,6 +226,24 @@ __device__ __forceinline__ void descend_piece(
     }
 }
 
+// The gradient of one piece, by way of a tile in shared memory.
+__device__ __forceinline__ void load_slopes(
+    float (&slopes)[PIECE], float (*tile)[PITCH], const float* gradient, long long pitch, int rows) {
+    fetch_tile(tile, gradient, pitch, rows);
+#pragma unroll
+    for (int k = 0; k < PIECE; k++) slopes[k] = tile[threadIdx.x][k];
+}
+
+// values += change[first..last) H, for the columns of H from `hessian` on.
+__device__ __forceinline__ void add_changes(
+    float (&values)[PIECE], float (*change)[ROWS][PITCH], int first, int last,
+    float (*square)[PIECE], const float* hessian, long long columns) {
+    for (int q = first; q < last; q++) {
+        fetch_square(square, hessian + q * PIECE * columns, columns);
+        add_product(values, change[q][threadIdx.x], square);
+    }
+}
+
 // Coordinate descent on E (H + damping) E^T: each group's scale for its codes, then its codes.
 //
 // gradient [item, rows, pitch]  E (H + damping) of the block's columns, from `offset` on
@@ -265,13 +283,8 @@ extern "C" __global__ void __launch_bounds__(ROWS, 3) descend_block(
         const bool single = refine && per_group == 1;
         float slopes[PIECE], code[PIECE];
         if (single) {
-            fetch_tile(change[group], gradient + group * PIECE, pitch, left);
-#pragma unroll
-            for (int k = 0; k < PIECE; k++) slopes[k] = change[group][threadIdx.x][k];
-            for (int q = 0; q < group; q++) {
-                fetch_square(square, block + q * PIECE * (long long)columns + group * PIECE, columns);
-                add_product(slopes, change[q][threadIdx.x], square);
-            }
+            load_slopes(slopes, change[group], gradient + group * PIECE, pitch, left);
+            add_changes(slopes, change, 0, group, square, block + group * PIECE, columns);
             fetch_square(square, block + group * PIECE * (columns + 1ll), columns);
             load_codes(code, codes + group * PIECE);
             float* own = change[group][threadIdx.x];
@@ -300,13 +313,8 @@ extern "C" __global__ void __launch_bounds__(ROWS, 3) descend_block(
             float slope = 0.0f, curve = 0.0f;
             for (int p = group; p < end; p++) {
                 load_codes(code, codes + p * PIECE);
-                fetch_tile(tile, gradient + p * PIECE, pitch, left);
-#pragma unroll
-                for (int k = 0; k < PIECE; k++) slopes[k] = tile[threadIdx.x][k];
-                for (int q = 0; q < group; q++) {
-                    fetch_square(square, block + q * PIECE * (long long)columns + p * PIECE, columns);
-                    add_product(slopes, change[q][threadIdx.x], square);
-                }
+                load_slopes(slopes, tile, gradient + p * PIECE, pitch, left);
+                add_changes(slopes, change, 0, group, square, block + p * PIECE, columns);
                 float pull[PIECE];
 #pragma unroll
                 for (int k = 0; k < PIECE; k++) {
@@ -318,9 +326,8 @@ extern "C" __global__ void __launch_bounds__(ROWS, 3) descend_block(
                     load_codes(other, codes + q * PIECE);
 #pragma unroll
                     for (int k = 0; k < PIECE; k++) change[q][threadIdx.x][k] = other[k];
-                    fetch_square(square, block + q * PIECE * (long long)columns + p * PIECE, columns);
-                    add_product(pull, change[q][threadIdx.x], square);
                 }
+                add_changes(pull, change, group, end, square, block + p * PIECE, columns);
 #pragma unroll
                 for (int k = 0; k < PIECE; k++) curve = fmaf(code[k], pull[k], curve);
             }
@@ -336,13 +343,8 @@ extern "C" __global__ void __launch_bounds__(ROWS, 3) descend_block(
             }
         }
         for (int p = group; p < end; p++) {
-            fetch_tile(tile, gradient + p * PIECE, pitch, left);
-#pragma unroll
-            for (int k = 0; k < PIECE; k++) slopes[k] = tile[threadIdx.x][k];
-            for (int q = 0; q < end; q++) {
-                fetch_square(square, block + q * PIECE * (long long)columns + p * PIECE, columns);
-                add_product(slopes, change[q][threadIdx.x], square);
-            }
+            load_slopes(slopes, tile, gradient + p * PIECE, pitch, left);
+            add_changes(slopes, change, 0, end, square, block + p * PIECE, columns);
             fetch_square(square, block + p * PIECE * (columns + 1ll), columns);
             load_codes(code, codes + p * PIECE);
             float* own = change[p][threadIdx.x];
