@@ -62,16 +62,15 @@ def test_output_is_complete_and_verifies(
     tmp_path: Path, model_type: Any, settings: Settings, recipe: str
 ) -> None:
     source = write_tiny(tmp_path / "tiny", model_type=model_type)
-    report = quantize(source, tmp_path / "out", settings, recipe=recipe)
+    # Enough tokens for some to be held out, on which the errors are.
+    settings = replace(settings, samples=60)
+    report = quantize(source, tmp_path / "out", settings, recipe=recipe, tokens=tokens(60))
     assert verify(tmp_path / "out", source).mismatches == ()
     experts = [linear for linear in report.linears if ".experts." in linear.name]
     assert len(experts) == 4 * 4 * 3  # 3 sparse layers and the MTP layer, 4 experts, 3 linears
     assert (len(report.linears) > len(experts)) == (recipe == "experts-and-dense")
     if settings.method == "gptq":
-        # On held-out tokens, of a model with random weights.
-        assert sum(r.error for r in report.linears) < 0.98 * sum(
-            r.rtn_error for r in report.linears
-        )
+        assert sum(r.error for r in report.linears) < 0.9 * sum(r.rtn_error for r in report.linears)
         assert {r.rung for r in report.linears} <= {"routed", "blended", "all-tokens"}
     else:
         assert all(r.error == r.rtn_error and r.rung == "weights-only" for r in report.linears)
@@ -485,7 +484,7 @@ def test_activations_that_overflow_name_the_layer(tmp_path: Path) -> None:
 
 
 def test_memory_is_as_planned_and_does_not_grow_with_layers(tmp_path: Path) -> None:
-    """Peak memory of whole processes: 16 layers take what 8 take, and what the plan said."""
+    """Peak memory of whole processes: 40 layers take what 8 take, and what the plan said."""
     script = (
         "import sys; from pathlib import Path; import torch\n"
         "from halfbyte.core import Settings\n"
@@ -500,7 +499,7 @@ def test_memory_is_as_planned_and_does_not_grow_with_layers(tmp_path: Path) -> N
         "print(peak, plan.memory.host)\n"
     )
     peaks = []
-    for layers in (8, 16):
+    for layers in (8, 40):
         # About 25 MB a layer in float32, so that a leak of layers would show; 8 are more than is
         # read ahead and written behind.
         source = write_tiny(
@@ -515,4 +514,5 @@ def test_memory_is_as_planned_and_does_not_grow_with_layers(tmp_path: Path) -> N
         peak, planned = map(int, done.stdout.split()[-2:])
         assert 0.7 * planned < peak < 1.3 * planned
         peaks.append(peak)
+    # Runs of one size differ by 70 MB, as threads happen to allocate; 3 MB a layer would show.
     assert peaks[1] - peaks[0] < 100_000_000

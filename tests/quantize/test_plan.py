@@ -14,14 +14,17 @@ import pytest
 from halfbyte.core import (
     DTYPE_BYTES,
     Checkpoint,
+    MemoryBudget,
+    MemoryEstimate,
     OutputTensor,
+    Placement,
     Plan,
     Recipe,
     Rule,
     Scheme,
     Settings,
 )
-from halfbyte.errors import CheckpointError, RecipeError
+from halfbyte.errors import CheckpointError, RecipeError, UsageError
 from halfbyte.formats.budgets import READ_AHEAD, WRITE_BEHIND
 from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.int4 import output_tensors
@@ -119,7 +122,36 @@ def test_memory_is_far_below_the_model(default_plan: Plan) -> None:
     on_gpu = estimate_memory(default_plan.units, settings, default_plan.checkpoint.config)
     assert on_gpu.gpu + on_gpu.host == sum(on_gpu.detail.values())
     assert 0 < on_gpu.gpu < 64e9
+    assert on_gpu.placement == Placement(experts_at_once=33)
+    at_most = MemoryBudget(gpu=int(40e9))
+    less = estimate_memory(default_plan.units, settings, default_plan.checkpoint.config, at_most)
+    assert 0 < less.gpu < 40e9
     assert on_gpu.host < 4e9
+
+
+def test_a_budget_of_memory_decides_where_things_are(default_plan: Plan) -> None:
+    settings = Settings(device="cuda", dtype="bfloat16", samples=512)
+    model = default_plan.checkpoint.config
+
+    def within(gigabytes: float) -> MemoryEstimate:
+        return estimate_memory(
+            default_plan.units, settings, model, MemoryBudget(gpu=int(gigabytes * 1e9))
+        )
+
+    hidden = 512 * 2048 * 6144 * 2
+    fast, middle, small = within(100), within(40), within(25)
+    assert not fast.placement.state_on_host
+    assert middle.placement.state_on_host
+    assert not middle.placement.experts_on_host
+    assert small.placement.experts_on_host
+    assert fast.placement.experts_at_once > small.placement.experts_at_once > 4
+    assert middle.host - fast.host == hidden
+    for estimate, most in ((fast, 100e9), (middle, 40e9), (small, 25e9)):
+        assert estimate.gpu <= most
+    with pytest.raises(
+        UsageError, match=r"--max-gpu-memory 9\.3 GiB is too little, .* 1\d\.\d GiB"
+    ):
+        within(10)
 
 
 def test_memory_of_a_data_free_run_counts_what_is_on_its_way(default_plan: Plan) -> None:
