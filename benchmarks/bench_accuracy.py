@@ -17,8 +17,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 OURS = "benchmarks.ours"
 ONESHOT = "benchmarks.peers.oneshot"
 WORK = Path("build/bench-accuracy")
+QUANTIZING = threading.Lock()
+"""Rows are quantized one by one, so that the minutes of each are its own."""
 LOG_LINES = 15
 """Of a failed process that are shown; the whole log lies in the row's folder."""
 
@@ -152,31 +156,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = [int(size) for size in options.group_sizes.split(",")]
     names = options.rows.split(",") if options.rows else [BASELINE, *ROWS]
     setup = bench.setup()
-    failed = 0
-    for job in _jobs(names, sizes):
-        done = read_results(bench.results, setup)
+    bench.results.parent.mkdir(parents=True, exist_ok=True)
+    results = threading.Lock()
+
+    def work(job: Job) -> bool:
+        """Whether a row is in the results, or there is no time for it."""
+        with results:
+            done = read_results(bench.results, setup)
         if str(job) in done:
-            continue
+            return True
         left = None if deadline is None else deadline - time.monotonic()
         expected = expected_seconds(job, done)
         if left is not None and expected > left:
-            _say(f"stopped before {job}: it takes about {expected:.0f} s, {left:.0f} s are left")
-            break
+            _say(f"no time for {job}: it takes about {expected:.0f} s, {left:.0f} s are left")
+            return True
         _say(f"{job} ...")
         try:
             record = run_job(bench, job, setup, left)
         except subprocess.TimeoutExpired:
             _say(f"stopped in {job}: the time limit is over; what it had finished is kept")
-            break
+            return True
         except (BenchmarkError, HalfbyteError, subprocess.CalledProcessError) as error:
             _say(f"{job} FAILED: {error}")
-            failed += 1
-            continue
-        bench.results.parent.mkdir(parents=True, exist_ok=True)
-        with bench.results.open("a") as file:
+            return False
+        with results, bench.results.open("a") as file:
             file.write(json.dumps(record) + "\n")
         if not options.keep:
             shutil.rmtree(bench.folder(job, setup))
+        return True
+
+    with ThreadPoolExecutor(options.rows_at_once) as pool:
+        failed = list(pool.map(work, _jobs(names, sizes))).count(False)
     print("\n".join(table(read_results(bench.results, setup))))
     return 1 if failed else 0
 
@@ -198,6 +208,12 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=WORK, help="for checkpoints")
     parser.add_argument("--results", type=Path, default=WORK.with_suffix(".jsonl"))
     parser.add_argument("--time-limit", type=float, help="seconds")
+    parser.add_argument(
+        "--rows-at-once",
+        type=int,
+        default=1,
+        help="evaluate so many beside each other; they are quantized one by one all the same",
+    )
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints")
     options = parser.parse_args(argv)
     if unknown := set((options.rows or BASELINE).split(",")) - {BASELINE, *ROWS}:
@@ -228,9 +244,10 @@ def run_job(
     seconds.
     """
     started = time.monotonic()
+    end = None if limit is None else started + limit
 
     def left() -> float | None:
-        return None if limit is None else limit - (time.monotonic() - started)
+        return None if end is None else end - time.monotonic()
 
     folder = bench.folder(job, setup)
     folder.mkdir(parents=True, exist_ok=True)
@@ -241,7 +258,10 @@ def run_job(
         checkpoint = folder / "checkpoint"
         if not (folder / "cost.json").exists():
             shutil.rmtree(checkpoint, ignore_errors=True)
-            _quantize(bench, row, job.group_size, folder, left)
+            waiting = time.monotonic()
+            with QUANTIZING:
+                started += time.monotonic() - waiting
+                _quantize(bench, row, job.group_size, folder, left)
         cost = Cost.read(folder / "cost.json")
         codes = check_codes(
             checkpoint, bench.source, expected_linears(bench.source), job.group_size

@@ -1,6 +1,7 @@
 """One MoE layer of GLM-5.2 at full size through the calibrated pipeline: each phase, peak memory.
 
     python benchmarks/bench_layer.py FOLDER --device cuda
+    torchrun --nproc-per-node 2 benchmarks/bench_layer.py FOLDER --device cuda
 
 writes a one-layer checkpoint of random weights into FOLDER (10 GB, once) and runs the whole of
 `quantize run` on it: attention and router forward, Hessians, solve, write, experts forward. The
@@ -23,13 +24,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from halfbyte.core import MemoryBudget, Settings
+from halfbyte.core import MemoryBudget, RunReport, Settings
 from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.progress import SilentProgress
 from halfbyte.quantize import pipeline
 from halfbyte.quantize.phases import Phases
 from halfbyte.quantize.plan import make_plan
 from halfbyte.quantize.recipe import load_recipe
+from halfbyte.ranks import Ranks, joined, local_device
 from halfbyte.testing import glm52
 
 VOCABULARY = 8192
@@ -50,13 +52,29 @@ def main() -> None:
     parser.add_argument("--runs", default="warm-up,total,phases")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    device = local_device(arguments.device)
+    with joined(device) as ranks:
+        result = bench(arguments, device, ranks)
+    if ranks.first:
+        for name, seconds in result.get("phases", {}).items():
+            print(f"{name:24} {seconds:8.3f} s")
+        for name in arguments.runs.split(","):
+            print(f"{name + ', its layer':24} {result[f'{name} layer']:8.3f} s")
+        if arguments.json:
+            arguments.json.write_text(json.dumps(result))
+        print(json.dumps(result))
+
+
+def bench(arguments: argparse.Namespace, device: str, ranks: Ranks) -> dict[str, Any]:
+    """What this rank measured; the first one has all of it."""
     source = arguments.folder / f"source-{arguments.experts}"
-    if not (source / "config.json").exists():
-        write_layer(source, arguments.experts, arguments.device)
+    if ranks.first and not (source / "config.json").exists():
+        write_layer(source, arguments.experts, device)
+    ranks.everyone(None)  # the others wait for the checkpoint
     settings = Settings(
         samples=arguments.samples,
         sequence_length=arguments.sequence_length,
-        device=arguments.device,
+        device=device,
         dtype=arguments.dtype,
         refine=arguments.refine,
     )
@@ -67,37 +85,40 @@ def main() -> None:
     budget = MemoryBudget(None if limit is None else int(limit * 2**30))
     plan = make_plan(open_checkpoint(source), load_recipe("glm-5"), settings, budget)
     result: dict[str, Any] = {
+        "ranks": ranks.count,
         "plan_gpu_bytes": plan.memory.gpu,
         "plan_host_bytes": plan.memory.host,
+        "experts_at_once": plan.memory.placement.experts_at_once,
     }
     output = arguments.output or arguments.folder / "output"
+    report: RunReport | None = None
     for name in arguments.runs.split(","):
         phases = Phases(on=name == "phases")
-        shutil.rmtree(output, ignore_errors=True)
-        if arguments.device != "cpu":
+        if ranks.first:
+            shutil.rmtree(output, ignore_errors=True)
+        if device != "cpu":
             torch.cuda.reset_peak_memory_stats()
+        ranks.everyone(None)
         started = time.perf_counter()
+        if not ranks.first:
+            pipeline.follow(plan, output, tokens=tokens, ranks=ranks)
+            continue
         units = Units()
-        report = pipeline.run(plan, output, tokens=tokens, phases=phases, progress=units)
+        report = pipeline.run(
+            plan, output, tokens=tokens, phases=phases, progress=units, ranks=ranks
+        )
         result[name] = phases.seconds if phases.on else time.perf_counter() - started
         result[f"{name} layer"] = units.times[2] - units.times[1]
-    result["error"] = sum(linear.error for linear in report.linears) / len(report.linears)
-    result["rtn_error"] = sum(linear.rtn_error for linear in report.linears) / len(report.linears)
-    result["shards"] = dict(report.shards)
-    result["peak_host_bytes"] = report.peak_bytes
-    if arguments.device != "cpu":
-        result["hardware"] = torch.cuda.get_device_name()
-        result["peak_gpu_bytes"] = torch.cuda.max_memory_allocated()
-    else:
-        result["hardware"] = platform.processor()
-    result["torch"] = torch.__version__
-    for name, seconds in result.get("phases", {}).items():
-        print(f"{name:24} {seconds:8.3f} s")
-    print(f"{'total':24} {result['total']:8.3f} s")
-    print(f"{'layer':24} {result['total layer']:8.3f} s")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result))
-    print(json.dumps(result))
+    gpu = 0 if device == "cpu" else torch.cuda.max_memory_allocated()
+    result["peak_gpu_bytes"] = max(ranks.everyone(gpu))
+    result["peak_host_bytes"] = max(ranks.everyone(pipeline.peak_host_bytes()))
+    if report is not None:
+        linears = report.linears
+        result["error"] = sum(linear.error for linear in linears) / len(linears)
+        result["rtn_error"] = sum(linear.rtn_error for linear in linears) / len(linears)
+        result["shards"] = dict(report.shards)
+    hardware = platform.processor() if device == "cpu" else torch.cuda.get_device_name()
+    return result | {"hardware": hardware, "torch": torch.__version__}
 
 
 class Units(SilentProgress):

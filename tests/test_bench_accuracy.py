@@ -95,7 +95,7 @@ def test_a_row_that_will_not_fit_is_not_started(
 ) -> None:
     monkeypatch.setattr(bench_accuracy, "run_job", None)
     assert run(bench, "gptq", "--time-limit", "0.1") == 0
-    assert "stopped before gptq-g32" in capsys.readouterr().err
+    assert "no time for gptq-g32" in capsys.readouterr().err
 
 
 def test_expected_seconds_are_those_of_the_row_or_its_kind() -> None:

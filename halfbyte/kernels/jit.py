@@ -25,31 +25,33 @@ SOURCES = Path(__file__).with_name("cuda")
 _OPTIONS = ("--std=c++17",)
 
 
-@functools.cache
 def kernel(source: str, name: str, shared_bytes: int = 0) -> Kernel:
     """The function `name` of `cuda/<source>.cu` for the current device.
 
-    `shared_bytes` of dynamic shared memory are allowed to each program. Raises DependencyError when
-    torch comes without NVRTC or the driver refuses the code.
+    `shared_bytes` of dynamic shared memory go to each program. Raises DependencyError when torch
+    comes without NVRTC, RuntimeError when the driver refuses the code.
     """
-    return Kernel(_module(source, torch.cuda.current_device()), name, shared_bytes)
+    return _kernel(source, name, shared_bytes, torch.cuda.current_device())
+
+
+@functools.cache
+def _kernel(source: str, name: str, shared_bytes: int, device: int) -> Kernel:
+    return Kernel(_module(source, device), name, shared_bytes)
 
 
 class Kernel:
-    """A function on the GPU."""
+    """A function on the GPU, with so much shared memory."""
 
     def __init__(self, module: ctypes.c_void_p, name: str, shared_bytes: int) -> None:
         self._function = ctypes.c_void_p()
         self._shared_bytes = shared_bytes
         driver = _driver()
         _check(driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()))
-        if shared_bytes:
-            maximum_dynamic_shared_bytes = 8
-            _check(
-                driver.cuFuncSetAttribute(
-                    self._function, maximum_dynamic_shared_bytes, shared_bytes
-                )
-            )
+        # The limit is the function's, which all kernels of that name share: it only ever rises.
+        most, limit = 8, ctypes.c_int()
+        _check(driver.cuFuncGetAttribute(ctypes.byref(limit), most, self._function))
+        if limit.value < shared_bytes:
+            _check(driver.cuFuncSetAttribute(self._function, most, shared_bytes))
 
     def __call__(
         self, grid: tuple[int, ...], threads: int, *arguments: torch.Tensor | int | float

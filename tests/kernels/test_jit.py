@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,3 +176,40 @@ def test_arguments_are_pointers_ints_and_floats() -> None:
     assert isinstance(jit._argument(0.5), ctypes.c_float)
     with pytest.raises(ValueError, match="contiguous tensors on the GPU"):
         jit._argument(torch.zeros(2, 3))
+
+
+class FakeDriver:
+    """A driver with one function, which may have the shared memory that was asked for last."""
+
+    def __init__(self) -> None:
+        self.allowed = 48 << 10
+        self.launched: list[int] = []
+
+    def cuModuleGetFunction(self, function: Any, *_: Any) -> int:
+        function._obj.value = 1
+        return 0
+
+    def cuFuncGetAttribute(self, value: Any, attribute: int, _: Any) -> int:
+        assert attribute == 8
+        value._obj.value = self.allowed
+        return 0
+
+    def cuFuncSetAttribute(self, _: Any, attribute: int, value: int) -> int:
+        assert attribute == 8
+        self.allowed = value
+        return 0
+
+    def cuLaunchKernel(self, *arguments: Any) -> int:
+        shared_bytes = arguments[7]
+        self.launched.append(shared_bytes)
+        return 0 if shared_bytes <= self.allowed else 1
+
+
+def test_kernels_of_one_function_keep_their_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver()
+    monkeypatch.setattr(jit, "_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    large, small = (jit.Kernel(ctypes.c_void_p(), "f", size) for size in (90_000, 70_000))
+    for kernel in (large, small):
+        kernel((1,), 128, 1)
+    assert driver.launched == [90_000, 70_000]
