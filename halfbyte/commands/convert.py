@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -40,7 +41,7 @@ from halfbyte.errors import UsageError
 
 if TYPE_CHECKING:
     from halfbyte.console import Console
-    from halfbyte.core import MemoryBudget, Plan, Settings
+    from halfbyte.core import Checkpoint, MemoryBudget, Plan, Settings
 
 
 def run(
@@ -89,6 +90,8 @@ def run(
     On several GPUs: torchrun --nproc-per-node 8 -m halfbyte run SOURCE --to int4 ...
     """
     from halfbyte.core import MemoryBudget
+    from halfbyte.formats.checkpoint import open_checkpoint
+    from halfbyte.formats.pagecache import page_cache_filling
     from halfbyte.models import resolve
 
     console = open_console(json, quiet, verbose)
@@ -97,43 +100,47 @@ def run(
         raise UsageError("--resume and --overwrite exclude each other")
     if not dry_run:
         _require_text(method, calibration, f"quantize {shlex.quote(source)} --to {to}")
-    settings = _settings(
-        device,
-        dtype,
-        planning=dry_run,
-        method=method,
-        engine=engine,
-        samples=samples,
-        sequence_length=sequence_length,
-        refine=refine,
-        expert_hessian=expert_hessian,
-        affinity=affinity,
-        signed_scales=signed_scales,
-        seed=seed,
-    )
-    budget = MemoryBudget(max_gpu_memory, max_host_memory)
-    if dry_run:
-        _show_plan(console, _plan(path, recipe, group_size, settings, budget))
-        return
-    from halfbyte.calibration.data import token_windows
-    from halfbyte.commands import tables
-    from halfbyte.quantize import pipeline
-    from halfbyte.ranks import joined, local_device
+    launch = torchrun()
+    checkpoint = open_checkpoint(path)
+    one = launch is None or launch.local_rank == 0  # of a machine's processes
+    with page_cache_filling(checkpoint) if one and not dry_run else nullcontext():
+        settings = _settings(
+            device,
+            dtype,
+            planning=dry_run,
+            method=method,
+            engine=engine,
+            samples=samples,
+            sequence_length=sequence_length,
+            refine=refine,
+            expert_hessian=expert_hessian,
+            affinity=affinity,
+            signed_scales=signed_scales,
+            seed=seed,
+        )
+        budget = MemoryBudget(max_gpu_memory, max_host_memory)
+        if dry_run:
+            _show_plan(console, _plan(checkpoint, recipe, group_size, settings, budget))
+            return
+        from halfbyte.calibration.data import token_windows
+        from halfbyte.commands import tables
+        from halfbyte.quantize import pipeline
+        from halfbyte.ranks import joined, local_device
 
-    if (launch := torchrun()) is not None:
-        if method == "rtn":
-            raise UsageError(
-                "--method rtn runs in one process: its speed is that of the disk",
-                hint="start it without torchrun",
-            )
-        settings = replace(settings, device=local_device(settings.device))
-        if launch.rank:
-            console = open_console(json=False, quiet=True)
-    # The plan comes first: it refuses in seconds what tokenizing a long text would only delay.
-    plan = _plan(path, recipe, group_size, settings, budget)
-    tokens = None
-    if calibration is not None:
-        tokens = token_windows(calibration, path, samples, sequence_length, seed)
+        if launch is not None:
+            if method == "rtn":
+                raise UsageError(
+                    "--method rtn runs in one process: its speed is that of the disk",
+                    hint="start it without torchrun",
+                )
+            settings = replace(settings, device=local_device(settings.device))
+            if launch.rank:
+                console = open_console(json=False, quiet=True)
+        # The plan comes first: it refuses in seconds what tokenizing a long text would only delay.
+        plan = _plan(checkpoint, recipe, group_size, settings, budget)
+        tokens = None
+        if calibration is not None:
+            tokens = token_windows(calibration, path, samples, sequence_length, seed)
     for line in tables.plan_summary(plan):
         console.note(line)
     console.detail(render(tables.plan_table(plan)))
@@ -182,6 +189,7 @@ def plan(
 ) -> None:
     """Show what a run would do, reading nothing but headers."""
     from halfbyte.core import MemoryBudget
+    from halfbyte.formats.checkpoint import open_checkpoint
     from halfbyte.models import resolve
 
     settings = _settings(
@@ -199,7 +207,8 @@ def plan(
     )
     console = open_console(json, quiet, verbose)
     budget = MemoryBudget(max_gpu_memory, max_host_memory)
-    _show_plan(console, _plan(resolve(source), recipe, group_size, settings, budget))
+    checkpoint = open_checkpoint(resolve(source))
+    _show_plan(console, _plan(checkpoint, recipe, group_size, settings, budget))
 
 
 def default_output(source: Path) -> Path:
@@ -242,18 +251,16 @@ def _settings(device: str, dtype: str, *, planning: bool, **choices: Any) -> Set
 
 
 def _plan(
-    path: Path,
+    checkpoint: Checkpoint,
     recipe: str | None,
     group_size: GroupSizeName | None,
     settings: Settings,
     budget: MemoryBudget,
 ) -> Plan:
-    from halfbyte.formats.checkpoint import open_checkpoint
     from halfbyte.models import recipe_for
     from halfbyte.quantize.plan import make_plan
     from halfbyte.quantize.recipe import load_recipe
 
-    checkpoint = open_checkpoint(path)
     name = recipe or recipe_for(checkpoint)
     chosen = load_recipe(name, group_size=_columns(group_size))
     return make_plan(checkpoint, chosen, settings, budget)
