@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--sequence-length", type=int, default=2048)
+    parser.add_argument("--method", default=Settings().method)
     parser.add_argument("--refine", type=int, default=Settings().refine)
     parser.add_argument("--experts", type=int, default=256, help="fewer for a quick look")
     parser.add_argument("--output", type=Path, help="where to write [FOLDER/output]")
@@ -76,6 +77,7 @@ def bench(arguments: argparse.Namespace, device: str, ranks: Ranks) -> dict[str,
         sequence_length=arguments.sequence_length,
         device=device,
         dtype=arguments.dtype,
+        method=arguments.method,
         refine=arguments.refine,
     )
     generator = torch.Generator().manual_seed(0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from halfbyte.core import OutputTensor, QuantizedWeight, Scheme
+from halfbyte.core import OutputTensor, Scheme
 from halfbyte.errors import CheckpointError, RecipeError
 
 if TYPE_CHECKING:
@@ -49,35 +49,38 @@ def output_tensors(name: str, shape: tuple[int, ...], scheme: Scheme) -> tuple[O
     )
 
 
-def pack(name: str, quantized: QuantizedWeight, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """The stored tensors of weight `name`, keyed by their full names: packed codes and scales on
-    the codes' device, the shape on the CPU.
+def pack(codes: torch.Tensor) -> torch.Tensor:
+    """Codes int8 [..., N, K], of one weight or of several, as int32 [..., N, K/8] on their device.
 
-    Raises `ValueError` when the codes do not have `shape` or leave -8..7: a wrapped code would
-    be a silent error of half the range.
+    Raises `ValueError` when they leave -8..7: a wrapped code would be a silent error of half the
+    range.
     """
-    import torch
-
     from halfbyte.kernels.reference import pack_int4
 
-    codes, scales = quantized.codes, quantized.scales
-    if codes.dtype != torch.int8 or tuple(codes.shape) != tuple(shape):
-        raise ValueError(f"{name}: codes are {codes.dtype} {list(codes.shape)}, not int8 {shape}")
     low, high = (int(bound) for bound in codes.aminmax())
     if low < -8 or high > 7:
-        raise ValueError(f"{name}: codes span {low}..{high}, outside of -8..7")
+        raise ValueError(f"codes span {low}..{high}, outside of -8..7")
+    return pack_int4(codes)
+
+
+def stored(name: str, packed: torch.Tensor, scales: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The stored tensors of weight `name` of packed codes int32 [N, K/8] and scales [N, groups],
+    keyed by their full names."""
+    import torch
+
     module = name.removesuffix(".weight")
+    rows, words = packed.shape
     return {
-        f"{module}.weight_packed": pack_int4(codes),
-        f"{module}.weight_scale": scales.contiguous(),
-        f"{module}.weight_shape": torch.tensor(shape, dtype=torch.int64),
+        f"{module}.weight_packed": packed,
+        f"{module}.weight_scale": scales,
+        f"{module}.weight_shape": torch.tensor([rows, PACK_FACTOR * words], dtype=torch.int64),
     }
 
 
 def unpack(
     tensors: Mapping[str, torch.Tensor], scheme: Scheme
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes int8 [N, K] and scales [N, groups] of one weight; the inverse of `pack`.
+    """Codes int8 [N, K] and scales [N, groups] of one weight; the inverse of `stored`.
 
     `tensors` has the keys weight_packed, weight_scale and weight_shape. Raises
     `CheckpointError` when the three contradict each other or the scheme.

@@ -38,6 +38,7 @@ from halfbyte.core import (
     Unit,
 )
 from halfbyte.errors import ResumeError
+from halfbyte.formats import int4
 from halfbyte.formats.files import file_sha256
 from halfbyte.quantize.experts import Emit, ExpertQuantizer
 from halfbyte.quantize.phases import Phases
@@ -205,11 +206,12 @@ class LayerQuantizer:
             known, _ = collected(1, [_scaled(stats, module, smoothing)])
             assert plan.scheme is not None
             solved = solve(weight[None], plan.scheme, known, self.settings)
-            emit(plan, solved.linears[0][0])
-            reports.append(report_of(plan, solved.linears[0][0], stats))
-            linear = layer.get_submodule(module.removeprefix(prefix))
+            linear = solved.linears[0][0]
+            emit(plan, int4.pack(linear.codes), linear.scales)
+            reports.append(report_of(plan, linear, stats))
             served = smoothing.undo(plan.name, solved.dequantized(0))
-            linear.weight = nn.Parameter(served.to(self.runner.dtype), requires_grad=False)
+            place = layer.get_submodule(module.removeprefix(prefix))
+            place.weight = nn.Parameter(served.to(self.runner.dtype), requires_grad=False)
         return reports
 
     def _experts(

@@ -109,19 +109,21 @@ def _quantize(
     alike = defaultdict(list)
     for number, tensor in enumerate(batch):
         alike[tensor.source.shape, tensor.scheme].append(number)
-    solutions = {}
+    solutions: dict[int, tuple[QuantizedWeight, torch.Tensor]] = {}
     for (_, scheme), numbers in alike.items():
         assert scheme is not None
         stack = [weights[number] for number in numbers]
         # A batch of one need not be copied.
         together = torch.stack(stack) if len(stack) > 1 else stack[0][None]
         solved = solve(together, scheme, None, settings)
-        for item, number in enumerate(numbers):
-            solutions[number] = solved.linears[item][0]
+        packed = int4.pack(solved.codes)
+        for number, (linear,), own in zip(numbers, solved.linears, packed, strict=True):
+            solutions[number] = linear, own
     reports = []
     for number, tensor in enumerate(batch):
-        write_int4(writer, tensor, solutions[number])
-        reports.append(report_of(tensor, solutions[number], None))
+        linear, packed = solutions[number]
+        write_int4(writer, tensor, packed, linear.scales)
+        reports.append(report_of(tensor, linear, None))
     return reports
 
 
@@ -146,7 +148,9 @@ def _copy(
             writer.write(output.name, stored, rows)
 
 
-def write_int4(writer: CheckpointWriter, tensor: TensorPlan, quantized: QuantizedWeight) -> None:
-    """Pack a quantized linear where its codes are, and write its tensors."""
-    for name, packed in int4.pack(tensor.name, quantized, tensor.source.shape).items():
-        writer.write(name, packed)
+def write_int4(
+    writer: CheckpointWriter, tensor: TensorPlan, packed: torch.Tensor, scales: torch.Tensor
+) -> None:
+    """Write the tensors of a quantized linear, of packed codes int32 [N, K/8]."""
+    for name, part in int4.stored(tensor.name, packed, scales).items():
+        writer.write(name, part)

@@ -14,8 +14,9 @@ import torch
 from halfbyte.calibration.inputs import ExpertInputs, second_moment
 from halfbyte.calibration.routing import Routing
 from halfbyte.calibration.runner import LayerRunner, State, expert_batches
-from halfbyte.core import LinearReport, Placement, QuantizedWeight, Settings, TensorPlan
-from halfbyte.kernels.reference import decode_int4, pack_int4, unpack_int4
+from halfbyte.core import LinearReport, Placement, Settings, TensorPlan
+from halfbyte.formats import int4
+from halfbyte.kernels.reference import decode_int4
 from halfbyte.quantize.phases import Phases
 from halfbyte.quantize.smoothing import ScaleSearch
 from halfbyte.quantize.solver import collected, report_of, solve
@@ -24,8 +25,8 @@ from halfbyte.ranks import Ranks
 EXPERT_STACKS = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 """Linears of an expert that read the same input, and are solved as one weight."""
 
-Emit = Callable[[TensorPlan, QuantizedWeight], None]
-"""Takes a finished linear away, to be packed and written."""
+Emit = Callable[[TensorPlan, torch.Tensor, torch.Tensor], None]
+"""Takes the packed codes int32 [N, K/8] and the scales [N, groups] of a finished linear away."""
 
 Stored = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """A weight between its quantization and the tokens' way through it: packed codes and scales, or
@@ -97,13 +98,14 @@ class ExpertQuantizer:
                     solved = solve(weight, scheme, known, settings, parts)
                 del weight, known
                 with self.phases("write"):
+                    packed = int4.pack(solved.codes)
                     for item, own in enumerate(stacks):
+                        kept = packed[item], solved.scales[item]
+                        _emit_rows(emit, plans[item], *kept)
                         for plan, linear in zip(plans[item], solved.linears[item], strict=True):
                             assert plan is not None
-                            emit(plan, linear)
                             reports.append(report_of(plan, linear, stats[item]))
-                        packed = pack_int4(solved.codes[item])
-                        own[stack] = self._kept(packed), self._kept(solved.scales[item])
+                        own[stack] = self._kept(kept[0]), self._kept(kept[1])
             experts += stacks
         if self.ranks.count > 1:
             with self.phases("exchange experts"):
@@ -153,13 +155,8 @@ class ExpertQuantizer:
                     continue
                 experts[expert][stack] = parts[0][expert], parts[1][expert]
                 if self.ranks.first and expert not in mine:
-                    codes = unpack_int4(parts[0][expert], columns)
-                    start = 0
-                    for leaf in leaves:
-                        linear = planned[f"{prefix}{expert}.{leaf}"]
-                        where = slice(start, start + rows // len(leaves))
-                        start = where.stop
-                        emit(linear, QuantizedWeight(codes[where], parts[1][expert][where]))
+                    plans = [planned[f"{prefix}{expert}.{leaf}"] for leaf in leaves]
+                    _emit_rows(emit, plans, parts[0][expert], parts[1][expert])
         return experts
 
     def _scale_expert(
@@ -220,9 +217,9 @@ class ExpertQuantizer:
         return decode_int4(packed, scales, self.runner.dtype)
 
     def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a tensor to keep until the tokens come: not a part of a batch that goes."""
+        """A tensor to keep until the tokens come, where such tensors wait."""
         if not self.placement.experts_on_host:
-            return tensor.clone()
+            return tensor
         kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return kept.copy_(tensor, non_blocking=True)
 
@@ -238,6 +235,16 @@ def _scale_experts_input(routing: Routing, prefix: str, search: ScaleSearch) -> 
     search.experts_input(second_moment(routing.hidden) / tokens, loads)
     if (columns := search.smoothing.columns(f"{prefix}0.gate_proj")) is not None:
         routing.hidden.div_(columns.to(routing.hidden))
+
+
+def _emit_rows(
+    emit: Emit, plans: Sequence[TensorPlan | None], packed: torch.Tensor, scales: torch.Tensor
+) -> None:
+    """Emit the linears that a quantized weight is a stack of."""
+    rows = len(packed) // len(plans)
+    for plan, *linear in zip(plans, packed.split(rows), scales.split(rows), strict=True):
+        assert plan is not None
+        emit(plan, *linear)
 
 
 def _stacked(experts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

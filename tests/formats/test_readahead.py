@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfbyte.core import QuantizedWeight, StoredWeight
+from halfbyte.core import StoredWeight
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import int4, readahead, shards
 from halfbyte.formats.checkpoint import open_checkpoint
@@ -49,7 +49,7 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             codes = torch.randint(-8, 8, (24, 64), dtype=torch.int8, generator=generator)
             scales = torch.rand(24, 2, generator=generator).to(torch.bfloat16)
             name = f"model.layers.0.mlp.experts.{n}.up_proj.weight"
-            tensors |= int4.pack(name, QuantizedWeight(codes, scales, 0.0), (24, 64))
+            tensors |= int4.stored(name, int4.pack(codes), scales)
         group = {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}}
         config = {"quantization_config": {"config_groups": {"group_0": group}}}
         return write_checkpoint(tmp_path / kind, config, [tensors])

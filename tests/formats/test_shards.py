@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from halfbyte.core import DTYPE_BYTES, Checkpoint, QuantizedWeight
+from halfbyte.core import DTYPE_BYTES, Checkpoint
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import int4, shards
 from halfbyte.formats.checkpoint import open_checkpoint
@@ -189,7 +189,7 @@ def test_int4_decodes(tmp_path: Path, group_size: int | None) -> None:
     groups = 64 // group_size if group_size else 1
     scales = torch.rand(24, groups, generator=generator).to(torch.bfloat16)
     scales[::2] *= -1  # as AutoRound writes them
-    tensors = int4.pack(Q_A, QuantizedWeight(codes, scales, 0.0), (24, 64))
+    tensors = int4.stored(Q_A, int4.pack(codes), scales)
     weights = {
         "num_bits": 4,
         "type": "int",
@@ -317,7 +317,7 @@ def test_product_that_overflows(tiny_copy: Path) -> None:
 
 def test_int4_shape_that_contradicts_its_columns(tmp_path: Path) -> None:
     codes, scales = torch.zeros(16, 64, dtype=torch.int8), torch.ones(16, 2, dtype=torch.bfloat16)
-    tensors = int4.pack(Q_A, QuantizedWeight(codes, scales, 0.0), (16, 64))
+    tensors = int4.stored(Q_A, int4.pack(codes), scales)
     tensors[Q_A + "_shape"] = torch.tensor([16, 60])
     config = {
         "quantization_config": {

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from halfbyte.core import Checkpoint, QuantizedWeight, Scheme, StoredWeight
+from halfbyte.core import Checkpoint, Scheme, StoredWeight
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import int4
 from halfbyte.formats.checkpoint import open_checkpoint
@@ -56,7 +56,7 @@ INT4_G32 = compressed_tensors(
 def int4_tensors(rows: int, columns: int, groups: int) -> dict[str, torch.Tensor]:
     codes = torch.zeros(rows, columns, dtype=torch.int8)
     scales = torch.ones(rows, groups, dtype=torch.bfloat16)
-    return int4.pack(f"{LINEAR}.weight", QuantizedWeight(codes, scales, 0.0), (rows, columns))
+    return int4.stored(f"{LINEAR}.weight", int4.pack(codes), scales)
 
 
 # Encodings

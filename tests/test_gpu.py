@@ -1,0 +1,120 @@
+"""Whole runs on a GPU: skipped without one. What they end in is compared with runs on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from halfbyte.core import Placement, Plan, RunReport, Settings
+from halfbyte.formats.checkpoint import open_checkpoint
+from halfbyte.kernels.reference import unpack_int4
+from halfbyte.quantize import pipeline
+from halfbyte.quantize.plan import make_plan
+from halfbyte.quantize.recipe import load_recipe
+from halfbyte.quantize.verify import verify
+from halfbyte.testing.tiny import write_tiny
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+GPU = Settings(samples=64, sequence_length=48, device="cuda:0", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpu") / "tiny"
+    return write_tiny(folder, layers=6, experts=6, hidden=256, moe_intermediate=192)
+
+
+def plan_of(source: Path, settings: Settings) -> Plan:
+    return make_plan(open_checkpoint(source), load_recipe("glm-5"), settings)
+
+
+def run(plan: Plan, out: Path) -> RunReport:
+    settings = plan.settings
+    generator = torch.Generator().manual_seed(5)
+    shape = (settings.samples, settings.sequence_length)
+    tokens = torch.randint(10, 300, shape, generator=generator)
+    return pipeline.run(plan, out, tokens=None if settings.method == "rtn" else tokens)
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+def test_rounding_ends_in_the_bytes_of_the_cpu(source: Path, tmp_path: Path) -> None:
+    for device in ("cuda:0", "cpu"):
+        run(plan_of(source, replace(GPU, method="rtn", device=device)), tmp_path / device)
+    assert weights(tmp_path / "cuda:0") == weights(tmp_path / "cpu")
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq+gptq", "awq"])
+def test_codes_are_nearly_those_of_the_cpu(source: Path, tmp_path: Path, method: str) -> None:
+    """TF32 products decide differently what is close to a tie."""
+    errors, codes = [], []
+    for device in ("cuda:0", "cpu"):
+        report = run(plan_of(source, replace(GPU, method=method, device=device)), tmp_path / device)
+        errors.append(sum(linear.error for linear in report.linears) / len(report.linears))
+        stored = {
+            name: tensor
+            for path in sorted((tmp_path / device).glob("*.safetensors"))
+            for name, tensor in load_file(path).items()
+        }
+        packed = [stored[name] for name in sorted(stored) if name.endswith("weight_packed")]
+        codes.append([unpack_int4(words, 8 * words.shape[1]) for words in packed])
+    assert verify(tmp_path / "cuda:0", source).mismatches == ()
+    assert errors[0] == pytest.approx(errors[1], rel=0.02)
+    same = [(ours == theirs).float().mean() for ours, theirs in zip(*codes, strict=True)]
+    assert float(torch.stack(same).mean()) > 0.9
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq+gptq"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_byte_depends_on_where_data_waits(
+    source: Path, tmp_path: Path, method: str, dtype: str
+) -> None:
+    plan = plan_of(source, replace(GPU, method=method, dtype=dtype))
+    run(plan, tmp_path / "as planned")
+    for number, placement in enumerate(
+        (Placement(6), Placement(1), Placement(4, True, True)), start=1
+    ):
+        memory = replace(plan.memory, placement=placement)
+        run(replace(plan, memory=memory), tmp_path / str(number))
+        assert weights(tmp_path / str(number)) == weights(tmp_path / "as planned")
+
+
+def test_kill_dash_nine_and_resume(source: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.jsonl"
+    text.write_text(
+        "".join(json.dumps({"text": f"line {n} of {n * n} " * 9}) + "\n" for n in range(99))
+    )
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+
+    def command(out: Path) -> list[str]:
+        return [
+            *(sys.executable, "-m", "halfbyte", "run", str(source), "--to", "int4", "-o", str(out)),
+            *("--calibration", str(text), "--samples", "16", "--sequence-length", "64", "-q"),
+            *("--device", "cuda", "--resume"),
+        ]
+
+    subprocess.run(command(whole), check=True)
+    journal = broken / ".halfbyte" / "journal.jsonl"
+    for lines in (2, 5):
+        process = subprocess.Popen(command(broken))
+        while process.poll() is None:
+            if journal.exists() and journal.read_bytes().count(b"\n") >= lines:
+                os.kill(process.pid, signal.SIGKILL)
+                process.wait()
+            time.sleep(0.001)
+        assert process.returncode == -signal.SIGKILL
+    subprocess.run(command(broken), check=True)
+    assert weights(broken) == weights(whole)
