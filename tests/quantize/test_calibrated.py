@@ -24,7 +24,7 @@ from halfbyte.errors import CalibrationError
 from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.shards import ShardReader
 from halfbyte.formats.weights import logical_weights
-from halfbyte.kernels.reference import dequantize_int4
+from halfbyte.kernels.reference import dequantize_int4, unpack_int4
 from halfbyte.quantize import experts
 from halfbyte.quantize.calibrated import LayerQuantizer
 from halfbyte.quantize.plan import make_plan
@@ -68,10 +68,9 @@ def quantize_layer(
         )
         made = Layer(before, [])
 
-        def keep(tensor: TensorPlan, weight: QuantizedWeight) -> None:
-            made.weights[tensor.name] = replace(
-                weight, codes=weight.codes.clone(), scales=weight.scales.clone()
-            )
+        def keep(tensor: TensorPlan, packed: torch.Tensor, scales: torch.Tensor) -> None:
+            codes = unpack_int4(packed, 8 * packed.shape[1])
+            made.weights[tensor.name] = QuantizedWeight(codes, scales.clone())
 
         made.reports = quantizer.run(unit, keep).reports
         assert quantizer.state is not None
@@ -210,12 +209,18 @@ def test_reports_say_what_each_expert_was_calibrated_on(tmp_path: Path) -> None:
     assert {r.rung for r in experts} == {"blended"}
     others = [r for r in made.reports if ".experts." not in r.name]
     assert {(r.tokens, r.rung) for r in others} == {(TOKENS.numel(), "routed")}
-    for report in made.reports:
-        weight = made.weights[f"{report.name}.weight"]
-        assert report.error == weight.error
-        assert report.rtn_error == weight.rtn_error
-        assert report.weight_error == weight.weight_error
-        assert report.fallback == weight.fallback
+    checkpoint = open_checkpoint(source)
+    with ShardReader(checkpoint) as reader:
+        for report in made.reports:
+            name = f"{report.name}.weight"
+            original = reader.read_weight(logical_weights(checkpoint)[name]).double()
+            off = original - dequantize_int4(
+                made.weights[name].codes, made.weights[name].scales, torch.float64
+            )
+            share = float(off.square().sum() / original.square().sum())
+            assert report.weight_error == pytest.approx(share, rel=1e-4)
+            assert report.error <= report.rtn_error
+            assert (report.error == report.rtn_error) == (report.fallback is not None)
 
 
 def test_an_infinite_activation_names_the_layer(tmp_path: Path) -> None:
