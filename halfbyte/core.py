@@ -302,13 +302,16 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Peak bytes predicted for a run. `gpu` is 0 when the run computes on the CPU."""
+    """Peak bytes predicted for a run, for each process of it. `gpu` is 0 when it computes on the
+    CPU."""
 
     host: int
     gpu: int
     detail: Mapping[str, int]
     """What the peaks are made of, by name, in bytes."""
     placement: Placement = Placement(1)
+    ranks: int = 1
+    """Processes that share the run."""
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def run(
     from halfbyte.core import MemoryBudget
     from halfbyte.models import resolve
 
-    console = open_console(json, quiet, verbose)
+    console = _open_console(json, quiet, verbose)
     path = resolve(source)
     if resume and overwrite:
         raise UsageError("--resume and --overwrite exclude each other")
@@ -120,15 +120,13 @@ def run(
     from halfbyte.quantize import pipeline
     from halfbyte.ranks import joined, local_device
 
-    if (launch := torchrun()) is not None:
+    if torchrun() is not None:
         if method == "rtn":
             raise UsageError(
                 "--method rtn runs in one process: its speed is that of the disk",
                 hint="start it without torchrun",
             )
         settings = replace(settings, device=local_device(settings.device))
-        if launch.rank:
-            console = open_console(json=False, quiet=True)
     # The plan comes first: it refuses in seconds what tokenizing a long text would only delay.
     plan = _plan(path, recipe, group_size, settings, budget)
     tokens = None
@@ -197,9 +195,17 @@ def plan(
         affinity=affinity,
         signed_scales=signed_scales,
     )
-    console = open_console(json, quiet, verbose)
+    console = _open_console(json, quiet, verbose)
     budget = MemoryBudget(max_gpu_memory, max_host_memory)
     _show_plan(console, _plan(resolve(source), recipe, group_size, settings, budget))
+
+
+def _open_console(json: bool, quiet: bool, verbose: bool) -> Console:
+    """The console of a command that every rank runs: one of them speaks."""
+    launch = torchrun()
+    if launch is not None and launch.rank:
+        return open_console(json=False, quiet=True)
+    return open_console(json, quiet, verbose)
 
 
 def default_output(source: Path) -> Path:
@@ -256,7 +262,8 @@ def _plan(
     checkpoint = open_checkpoint(path)
     name = recipe or recipe_for(checkpoint)
     chosen = load_recipe(name, group_size=_columns(group_size))
-    return make_plan(checkpoint, chosen, settings, budget)
+    launch = torchrun()
+    return make_plan(checkpoint, chosen, settings, budget, ranks=launch.count if launch else 1)
 
 
 def _columns(group_size: GroupSizeName | None) -> int | Literal["channel"] | None:

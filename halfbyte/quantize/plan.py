@@ -60,8 +60,11 @@ def make_plan(
     budget: MemoryBudget = MemoryBudget(),  # noqa: B008
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    ranks: int = 1,
 ) -> Plan:
     """Decide every tensor of a checkpoint and lay out the result, within a budget of memory.
+
+    `ranks` processes share the run; the budget, and the memory in the plan, are those of each.
 
     Raises `RecipeError` when the recipe does not fit the checkpoint, or when neither vLLM nor
     SGLang could load what it asks for; what only one of them cannot load becomes a warning.
@@ -72,7 +75,7 @@ def make_plan(
     if calibrates(settings):
         language_model(checkpoint)
     with _collector_paused():
-        return _make_plan(checkpoint, recipe, settings, budget, max_shard_bytes)
+        return _make_plan(checkpoint, recipe, settings, budget, max_shard_bytes, ranks)
 
 
 def _make_plan(
@@ -81,6 +84,7 @@ def _make_plan(
     settings: Settings,
     budget: MemoryBudget,
     max_shard_bytes: int,
+    ranks: int,
 ) -> Plan:
     model = text_config(checkpoint.config)
     layers = config_count(model, "num_hidden_layers")
@@ -110,7 +114,7 @@ def _make_plan(
         units=units,
         shards=shards,
         quantization_config=quantization,
-        memory=estimate_memory(units, settings, model, budget),
+        memory=estimate_memory(units, settings, model, budget, ranks),
         disk=sum(shard.nbytes for shard in shards) + side_files + state,
         warnings=warnings,
         fingerprint=_fingerprint(checkpoint, recipe, settings, shards),
