@@ -86,7 +86,8 @@ def run(
 ) -> None:
     """Quantize a checkpoint. What `quantize SOURCE` runs.
 
-    On several GPUs: torchrun --nproc-per-node 8 -m halfbyte run SOURCE --to int4 ...
+    In several processes, each with a GPU of its own if there are any:
+    torchrun --nproc-per-node 8 -m halfbyte run SOURCE --to int4 ...
     """
     from halfbyte.core import MemoryBudget
     from halfbyte.models import resolve
@@ -120,13 +121,7 @@ def run(
     from halfbyte.quantize import pipeline
     from halfbyte.ranks import joined, local_device
 
-    if torchrun() is not None:
-        if method == "rtn":
-            raise UsageError(
-                "--method rtn runs in one process: its speed is that of the disk",
-                hint="start it without torchrun",
-            )
-        settings = replace(settings, device=local_device(settings.device))
+    settings = replace(settings, device=local_device(settings.device))
     # The plan comes first: it refuses in seconds what tokenizing a long text would only delay.
     plan = _plan(path, recipe, group_size, settings, budget)
     tokens = None
@@ -138,9 +133,8 @@ def run(
     for warning in plan.warnings:
         console.warning(warning)
     output = output or default_output(path)
-    with joined(plan.settings.device) as ranks:
+    with joined(plan.settings.device, tensors=tokens is not None) as ranks:
         if not ranks.first:
-            assert tokens is not None
             pipeline.follow(plan, output, tokens=tokens, ranks=ranks)
             return
         with resumable(output), console.working() as progress:
@@ -243,7 +237,7 @@ def _settings(device: str, dtype: str, *, planning: bool, **choices: Any) -> Set
         **choices,
         dtype=resolve_dtype(dtype, device),
         device=device,
-        threads=None if planning else cpu_threads(device),
+        threads=None if planning or choices["method"] == "rtn" else cpu_threads(device),
     )
 
 

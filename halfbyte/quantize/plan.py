@@ -49,6 +49,7 @@ from halfbyte.quantize.decide import action_on, decide
 from halfbyte.quantize.memory import calibrates, estimate_memory, state_bytes
 from halfbyte.quantize.readers import scalable_inputs
 from halfbyte.quantize.recipe import recipe_to_dict
+from halfbyte.quantize.shares import cut_at_shards
 
 MAX_SHARD_BYTES = 5_000_000_000
 
@@ -95,6 +96,8 @@ def _make_plan(
     ]
     units = _units(tensors, layers)
     shards = lay_out_shards([o for t in tensors for o in t.outputs], max_shard_bytes)
+    if not calibrates(settings):
+        units = cut_at_shards(units, shards)
     modules = without_equal_experts(
         {t.module: _storage(t) for t in tensors if is_linear(t.source) and t.outputs}
     )
