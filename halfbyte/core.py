@@ -198,7 +198,8 @@ class Settings:
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
     threads: int | None = None
-    """CPU threads, which decide the order of sums and so the last bits; None is torch's own."""
+    """CPU threads of a calibrated run, which decide the order of sums and so the last bits; None is
+    torch's own."""
     seed: int = 0
     calibration_sha256: str | None = None
     """Hash of the token ids the model is calibrated on, set by the run that has them."""
@@ -256,10 +257,11 @@ UnitKind = Literal["embedding", "layer", "head", "mtp", "other"]
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is read, quantized and committed together: a decoder layer, the embedding, the head."""
+    """What is read, quantized and committed together: a decoder layer, the embedding, the head, or
+    in a data-free run a part of one."""
 
     name: str
-    """"embedding", "layers.<i>", "head" or "other"."""
+    """"embedding", "layers.<i>", "head" or "other", of a part followed by " part <n>"."""
     kind: UnitKind
     index: int | None
     """Decoder layer index for kinds "layer" and "mtp"."""
@@ -302,13 +304,16 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Peak bytes predicted for a run. `gpu` is 0 when the run computes on the CPU."""
+    """Peak bytes predicted for a run, for each process of it. `gpu` is 0 when it computes on the
+    CPU."""
 
     host: int
     gpu: int
     detail: Mapping[str, int]
     """What the peaks are made of, by name, in bytes."""
     placement: Placement = Placement(1)
+    ranks: int = 1
+    """Processes that share the run."""
 
 
 @dataclass(frozen=True)
@@ -435,6 +440,7 @@ class RunReport:
     warnings: tuple[str, ...]
     seconds: float = 0.0
     peak_bytes: int = 0
+    """Resident, of the process that took most."""
     already_finished: bool = False
     schema_version: int = field(default=REPORT_SCHEMA)
 

@@ -37,6 +37,10 @@ class ResumeError(HalfbyteError):
     """What `--resume` finds is not the run that was asked for."""
 
 
+class RankError(HalfbyteError):
+    """Another process of the run has ended, or is not heard of."""
+
+
 class VerifyError(HalfbyteError):
     """A finished checkpoint that does not hold what it should."""
 

@@ -1,7 +1,7 @@
 """The processes that share a run, one to a GPU, as `torchrun` starts them.
 
-Rank 0 writes and reports; all compute. What they exchange goes through here, and in an order that
-does not depend on how many there are. Without `torchrun` there is one rank and nothing to exchange.
+All compute, rank 0 reports. What they exchange goes through here, and in an order that does not
+depend on how many there are. Without `torchrun` there is one rank and nothing to exchange.
 """
 
 from __future__ import annotations
@@ -14,26 +14,28 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from halfbyte.env import torchrun
+from halfbyte.errors import RankError
 
 if TYPE_CHECKING:
     import torch
 
-PATIENCE = datetime.timedelta(hours=2)
-"""How long a rank waits for the others: rank 0 may be hashing a terabyte to resume."""
+PATIENCE = datetime.timedelta(days=1)
+"""How long a rank waits for the others, which may have more left to do when a run is resumed. One
+that has ended is not waited for: `torchrun` then ends all."""
 _PIECE_BYTES = 1 << 28
 """Of host memory that passes through a GPU at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among those of the run."""
+    """This process among those of the run. Exchanges raise RankError when another has ended."""
 
     rank: int = 0
     count: int = 1
 
     @property
     def first(self) -> bool:
-        """Whether this is the rank that writes and reports."""
+        """Whether this is the rank that reports, and makes the shards a model."""
         return self.rank == 0
 
     def shares(self, total: int) -> list[range]:
@@ -56,10 +58,12 @@ class Ranks:
             if rows.is_cpu and dist.get_backend() == "nccl":
                 for piece in rows.split(_PIECE_BYTES):
                     moved = piece.cuda()
-                    dist.broadcast(moved, src=rank)
+                    with _explained():
+                        dist.broadcast(moved, src=rank)
                     piece.copy_(moved)
             else:
-                dist.broadcast(rows, src=rank)
+                with _explained():
+                    dist.broadcast(rows, src=rank)
 
     def everyone(self, value: Any) -> list[Any]:
         """What each rank has for `value`, in the order of ranks."""
@@ -68,7 +72,8 @@ class Ranks:
         import torch.distributed as dist
 
         values: list[Any] = [None] * self.count
-        dist.all_gather_object(values, value)
+        with _explained():
+            dist.all_gather_object(values, value)
         return values
 
     def of_first(self, value: Any) -> Any:
@@ -78,7 +83,8 @@ class Ranks:
         import torch.distributed as dist
 
         values = [value]
-        dist.broadcast_object_list(values, src=0)
+        with _explained():
+            dist.broadcast_object_list(values, src=0)
         return values[0]
 
 
@@ -91,18 +97,35 @@ def local_device(device: str) -> str:
 
 
 @contextmanager
-def joined(device: str) -> Iterator[Ranks]:
-    """Join the other ranks for a while; alone when `torchrun` started none."""
+def joined(device: str, *, tensors: bool = True) -> Iterator[Ranks]:
+    """Join the other ranks for a while; alone when `torchrun` started none.
+
+    Without `tensors` to exchange a GPU has no part in it, and the end of a rank is noticed at once.
+    """
     if torchrun() is None:
         yield Ranks()
         return
     import torch
     import torch.distributed as dist
 
-    if device.startswith("cuda"):
+    on_gpu = device.startswith("cuda")
+    if on_gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", timeout=PATIENCE)
+    dist.init_process_group("nccl" if on_gpu and tensors else "gloo", timeout=PATIENCE)
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size())
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        raise RankError(
+            f"another process of the run has ended, or is not heard of: {reason}",
+            hint="its own message says why; what is finished is kept: repeat the command with "
+            "--resume",
+        ) from error

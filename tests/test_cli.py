@@ -157,6 +157,19 @@ def test_help_plan_and_inspect_do_not_import_torch(tiny: Path) -> None:
 # Results.
 
 
+def test_plan_under_torchrun_is_of_each_rank(
+    quantize: Quantize, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert re.search(
+        r"peak memory  host .* in each of 2 processes\n", quantize("plan", tiny).stdout
+    )
+    assert quantize("plan", tiny, "--json").document["memory"]["ranks"] == 2
+    monkeypatch.setenv("RANK", "1")
+    assert quantize("plan", tiny, "--json") == (0, "", "")
+
+
 def test_plan_adds_up(quantize: Quantize, tiny: Path) -> None:
     human, document = quantize("plan", tiny), quantize("plan", tiny, "--json").document
     files = sum(file.stat().st_size for file in tiny.glob("*.safetensors"))

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "progress": set(),
     "units": set(),
     "env": {"errors"},
-    "ranks": {"env"},
+    "ranks": {"env", "errors"},
     "devices": {"errors"},
     "models": {"core", "errors"},
     "kernels": BASE,

@@ -87,14 +87,15 @@ def run(
 ) -> None:
     """Quantize a checkpoint. What `quantize SOURCE` runs.
 
-    On several GPUs: torchrun --nproc-per-node 8 -m halfbyte run SOURCE --to int4 ...
+    In several processes, each with a GPU of its own if there are any:
+    torchrun --nproc-per-node 8 -m halfbyte run SOURCE --to int4 ...
     """
     from halfbyte.core import MemoryBudget
     from halfbyte.formats.checkpoint import open_checkpoint
     from halfbyte.formats.pagecache import page_cache_filling
     from halfbyte.models import resolve
 
-    console = open_console(json, quiet, verbose)
+    console = _open_console(json, quiet, verbose)
     path = resolve(source)
     if resume and overwrite:
         raise UsageError("--resume and --overwrite exclude each other")
@@ -127,15 +128,7 @@ def run(
         from halfbyte.quantize import pipeline
         from halfbyte.ranks import joined, local_device
 
-        if launch is not None:
-            if method == "rtn":
-                raise UsageError(
-                    "--method rtn runs in one process: its speed is that of the disk",
-                    hint="start it without torchrun",
-                )
-            settings = replace(settings, device=local_device(settings.device))
-            if launch.rank:
-                console = open_console(json=False, quiet=True)
+        settings = replace(settings, device=local_device(settings.device))
         # The plan comes first: it refuses in seconds what tokenizing a long text would only delay.
         plan = _plan(checkpoint, recipe, group_size, settings, budget)
         tokens = None
@@ -147,9 +140,8 @@ def run(
     for warning in plan.warnings:
         console.warning(warning)
     output = output or default_output(path)
-    with joined(plan.settings.device) as ranks:
+    with joined(plan.settings.device, tensors=tokens is not None) as ranks:
         if not ranks.first:
-            assert tokens is not None
             pipeline.follow(plan, output, tokens=tokens, ranks=ranks)
             return
         with resumable(output), console.working() as progress:
@@ -205,10 +197,18 @@ def plan(
         affinity=affinity,
         signed_scales=signed_scales,
     )
-    console = open_console(json, quiet, verbose)
+    console = _open_console(json, quiet, verbose)
     budget = MemoryBudget(max_gpu_memory, max_host_memory)
     checkpoint = open_checkpoint(resolve(source))
     _show_plan(console, _plan(checkpoint, recipe, group_size, settings, budget))
+
+
+def _open_console(json: bool, quiet: bool, verbose: bool) -> Console:
+    """The console of a command that every rank runs: one of them speaks."""
+    launch = torchrun()
+    if launch is not None and launch.rank:
+        return open_console(json=False, quiet=True)
+    return open_console(json, quiet, verbose)
 
 
 def default_output(source: Path) -> Path:
@@ -246,7 +246,7 @@ def _settings(device: str, dtype: str, *, planning: bool, **choices: Any) -> Set
         **choices,
         dtype=resolve_dtype(dtype, device),
         device=device,
-        threads=None if planning else cpu_threads(device),
+        threads=None if planning or choices["method"] == "rtn" else cpu_threads(device),
     )
 
 
@@ -263,7 +263,8 @@ def _plan(
 
     name = recipe or recipe_for(checkpoint)
     chosen = load_recipe(name, group_size=_columns(group_size))
-    return make_plan(checkpoint, chosen, settings, budget)
+    launch = torchrun()
+    return make_plan(checkpoint, chosen, settings, budget, ranks=launch.count if launch else 1)
 
 
 def _columns(group_size: GroupSizeName | None) -> int | Literal["channel"] | None:

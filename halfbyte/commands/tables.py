@@ -112,6 +112,8 @@ def plan_summary(plan: Plan) -> list[str]:
     peak = f"peak memory  host {format_gib(memory.host)}"
     if memory.gpu:
         peak += f", GPU {format_gib(memory.gpu)}"
+    if memory.ranks > 1:
+        peak += f" in each of {memory.ranks} processes"
     return [
         f"source       {plan.checkpoint.path} ({plan.checkpoint.model_type})",
         f"recipe       {plan.recipe.name}: {plan.recipe.description}",

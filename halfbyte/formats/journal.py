@@ -1,24 +1,30 @@
 """The journal of a run: one JSON line per committed unit, so that a killed run can go on.
 
 A line is appended and fsynced only after all that it speaks of is on the disk. A line that a
-crash cut in half is the last one and is dropped on reading. Hashes are of shard prefixes: units
-are written in shard order, so a unit's line pins every byte of its shards up to its own end.
+crash cut in half is the last one: nobody reads it, and who appends next drops it. Hashes are of
+shard prefixes: a shard's units are written in order, so a unit's line pins every byte of its
+shards up to its own end.
+
+Several processes may share a journal. The file is the truth: each appends under a lock and reads
+what the others appended.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from halfbyte.errors import ResumeError
 from halfbyte.formats.files import sync_folder
 
-JOURNAL_VERSION = 1
+JOURNAL_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,57 +41,76 @@ class Commit:
 class Journal:
     """Append-only file; `identity` names everything that a resumed run must have in common."""
 
-    def __init__(self, path: Path, identity: Mapping[str, Any], commits: list[Commit]) -> None:
+    def __init__(self, path: Path) -> None:
+        """Raises ResumeError when the file does not begin as a journal of this version."""
         self.path = path
-        self.identity = identity
-        self.commits = commits
+        self._commits: list[Commit] = []
+        self._end = 0
+        """Bytes that were read."""
+        with self._intact():
+            header, *entries = self._new_lines()
+            if header["journal"] != JOURNAL_VERSION:
+                raise KeyError
+            self.identity: Mapping[str, Any] = header["identity"]
+            self._commits += map(_commit, entries)
 
     @classmethod
     def create(cls, path: Path, identity: Mapping[str, Any]) -> Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
-        journal = cls(path, identity, [])
-        journal._append({"journal": JOURNAL_VERSION, "identity": identity})
+        _append(path, {"journal": JOURNAL_VERSION, "identity": identity})
         sync_folder(path.parent)
-        return journal
+        return cls(path)
 
-    @classmethod
-    def load(cls, path: Path) -> Journal:
-        """Read a journal back and drop a torn last line.
-
-        Raises ResumeError when the first line is not a journal header of this version.
-        """
-        lines = path.read_bytes().split(b"\n")
-        complete = lines[:-1]  # what follows the last newline was never finished
-        try:
-            header, *entries = map(_checked, complete)
-            if header["journal"] != JOURNAL_VERSION:
-                raise KeyError
-            commits = [
-                Commit(
-                    line["unit"],
-                    {file: (int(n), str(h)) for file, (n, h) in line["shards"].items()},
-                    line["record"],
-                )
-                for line in entries
-            ]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ResumeError(
-                f"{path} is damaged or of another version",
-                hint="start again with --overwrite",
-            ) from error
-        os.truncate(path, sum(len(line) + 1 for line in complete))
-        return cls(path, header["identity"], commits)
+    @property
+    def commits(self) -> Sequence[Commit]:
+        """What is committed by now, by whichever process. Raises ResumeError when damaged."""
+        with self._intact():
+            self._commits += map(_commit, self._new_lines())
+        return self._commits
 
     def append(self, commit: Commit) -> None:
-        self._append(asdict(commit))
-        self.commits.append(commit)
+        _append(self.path, asdict(commit))
 
-    def _append(self, record: Mapping[str, Any]) -> None:
-        with open(self.path, "ab") as file:
-            text = json.dumps(record, sort_keys=True).encode()
-            file.write(_mark(text) + b" " + text + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+    def _new_lines(self) -> list[Any]:
+        """The records of all lines that were finished since the last call."""
+        with open(self.path, "rb") as file:
+            file.seek(self._end)
+            finished = file.read().split(b"\n")[:-1]
+        self._end += sum(len(line) + 1 for line in finished)
+        return [_checked(line) for line in finished]
+
+    @contextmanager
+    def _intact(self) -> Iterator[None]:
+        try:
+            yield
+        except (KeyError, TypeError, ValueError) as error:
+            raise ResumeError(
+                f"{self.path} is damaged or of another version",
+                hint="start again with --overwrite",
+            ) from error
+
+
+def _commit(line: Any) -> Commit:
+    shards = {file: (int(end), str(digest)) for file, (end, digest) in line["shards"].items()}
+    return Commit(line["unit"], shards, line["record"])
+
+
+def _append(path: Path, record: Mapping[str, Any]) -> None:
+    text = json.dumps(record, sort_keys=True).encode()
+    with open(path, "a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+        _drop_torn_line(file)
+        file.write(_mark(text) + b" " + text + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _drop_torn_line(file: BinaryIO) -> None:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - 1))
+    if file.read() not in (b"", b"\n"):
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _mark(text: bytes) -> bytes:

@@ -8,6 +8,8 @@ committed. The index and `config.json` come last: an unfinished folder cannot be
 Files are written, hashed and made durable by one thread in the order of the calls, while the
 caller computes what comes next. So a commit is a promise that is kept later; only `commits`,
 `shard_hashes` and `finish` wait for it. What fails there is raised by the next call.
+
+Several processes may write a checkpoint together, each its own shards; the journal is common.
 """
 
 from __future__ import annotations
@@ -40,14 +42,24 @@ if TYPE_CHECKING:
 
 
 class CheckpointWriter:
-    """Writes the units of a plan in order; `commit` makes one durable, `finish` makes the model.
+    """Writes units of a plan in order; `commit` makes one durable, `finish` makes the model.
 
     `identity` names all that a resumed run must share with the run it goes on from.
-    Raises ResumeError when an existing journal differs from it, and names the difference.
+    `units` are those that this process writes, all of the plan by default; no other process may
+    write into their shards. The first process opens the folder alone, those after it with `joins`.
+    Raises ResumeError when an existing journal differs from `identity`, and names the difference.
     Tensors belong to the writer from the call on: nobody may change them any more.
     """
 
-    def __init__(self, folder: Path, plan: Plan, identity: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        plan: Plan,
+        identity: Mapping[str, Any],
+        units: Sequence[Unit] | None = None,
+        *,
+        joins: bool = False,
+    ) -> None:
         self._folder = folder
         self._plan = plan
         self._place = {
@@ -63,7 +75,10 @@ class CheckpointWriter:
         }
         self._state: Target | None = None
         """What `save` wrote and no commit has named yet."""
-        self._lock = _lock(folder / WORK_FOLDER)
+        own = plan.units if units is None else units
+        self._own = {self._place[o.name][0].file for u in own for t in u.tensors for o in t.outputs}
+        """The shards that this process writes."""
+        self._lock = _lock(folder / WORK_FOLDER, joins=joins)
         try:
             self._journal = self._take_up(identity)
         except BaseException:
@@ -77,9 +92,8 @@ class CheckpointWriter:
         path = folder / WORK_FOLDER / JOURNAL_FILE
         # A journal whose very first line was cut off never committed anything.
         if not path.exists() or b"\n" not in path.read_bytes():
-            path.unlink(missing_ok=True)
             return Journal.create(path, identity)
-        journal = Journal.load(path)
+        journal = Journal(path)
         if difference := identity_difference(journal.identity, identity):
             raise ResumeError(
                 f"{folder} holds another run: {difference}",
@@ -90,7 +104,7 @@ class CheckpointWriter:
 
     @property
     def commits(self) -> Sequence[Commit]:
-        """What is finished, in order; a prefix of the plan's units."""
+        """What is finished, by all processes; of the units of one of them it is a prefix."""
         self._behind.drain()
         return self._journal.commits
 
@@ -150,8 +164,8 @@ class CheckpointWriter:
         `report` and `config` are stored as given.
         """
         source, folder = self._plan.checkpoint, self._folder
-        done = [commit.unit for commit in self.commits]
-        if done != [unit.name for unit in self._plan.units]:
+        done = {commit.unit for commit in self.commits}
+        if done != {unit.name for unit in self._plan.units}:
             raise AssertionError(f"{len(done)} of {len(self._plan.units)} units are committed")
         with explained(folder):
             for shard in self._plan.shards:
@@ -232,14 +246,14 @@ class CheckpointWriter:
             sync_folder(self._folder)
 
     def _check_prefixes(self, journal: Journal) -> None:
-        """Rehash what the journal says is on the disk; a resumed run trusts nothing else."""
+        """Rehash what the journal says of our shards; a resumed run trusts nothing else."""
         last: dict[str, tuple[int, str]] = {}
         for commit in journal.commits:
             last.update(commit.shards)
         if unknown := last.keys() - self._targets.keys():
             raise _damaged(self._folder / min(unknown), "the plan has no such shard")
         for shard in self._plan.shards:
-            if shard.file not in last:
+            if shard.file not in last or shard.file not in self._own:
                 continue
             end, digest = last[shard.file]
             path = self._targets[shard.file].path
@@ -257,11 +271,16 @@ class CheckpointWriter:
                 raise _damaged(path, f"SHA-256 of its first {end} bytes is {found}, not {digest}")
 
 
-def _lock(folder: Path) -> int:
-    """Keep other processes out while the descriptor is open; the kernel frees it when we die."""
+def _lock(folder: Path, *, joins: bool) -> int:
+    """Keep other runs out while the descriptor is open; the kernel frees it when we die.
+
+    The processes of a run hold the lock together, so it stays until the last of them has ended.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not joins:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         os.close(descriptor)
         raise OutputError(

@@ -103,7 +103,8 @@ class LayerQuantizer:
             routing = self.runner.forward(layer, self.state)
         del layer
         if routing is not None:
-            reports += self._experts(unit.index, self._everywhere(routing), search, emit)
+            routing = self._everywhere(routing)
+            reports += self._experts(unit.index, routing, search, emit)
         del routing
         check_finite(self.state.hidden, unit.name)
         # Not in the order of solving, which follows how many experts are solved at once.

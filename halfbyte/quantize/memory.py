@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from halfbyte.calibration.families import is_routed_expert
@@ -69,8 +70,10 @@ def estimate_memory(
     settings: Settings,
     model: Mapping[str, Any],
     budget: MemoryBudget = MemoryBudget(),  # noqa: B008
+    ranks: int = 1,
 ) -> MemoryEstimate:
-    """Peak bytes of a run over `units`; `model` is the language model's part of config.json.
+    """Peak bytes of a run over `units`, of each of the `ranks` that share it; `model` is the
+    language model's part of config.json.
 
     Of the ways to use memory that keep within `budget` the fastest is chosen. Raises UsageError,
     with what is needed at least, when none does.
@@ -83,33 +86,48 @@ def estimate_memory(
     if not calibrates(settings):
         host = {"torch": TORCH, "largest tensor in conversion": conversion, **stream}
         gpu = {"linears in work": _linears_in_work(converted, settings)} if on_gpu else {}
-        estimate = MemoryEstimate(sum(host.values()), sum(gpu.values()), detail=host | gpu)
+        estimate = MemoryEstimate(
+            sum(host.values()), sum(gpu.values()), detail=host | gpu, ranks=ranks
+        )
         return _within(budget, [estimate])
     layers = [u.tensors for u in units if u.kind in ("layer", "mtp")]
     plain = max((_plain(layer, settings) for layer in layers), default=0)
     hessians = max((_hessians(layer) for layer in layers), default=0)
     libraries = {"torch and transformers": TORCH + TRANSFORMERS, **stream}
     hidden, waiting = hidden_bytes(settings, model), _quantized_experts(model)
+    # What is of a rank's own sequences and experts; plain linears are measured by all for all.
+    own = replace(settings, samples=_own_sequences(settings, ranks))
+    own_hidden = hidden_bytes(own, model)
+    own_experts = _own_experts(model, ranks)
+    own_waiting = waiting * own_experts // max(1, config_count(model, "n_routed_experts"))
+
+    def exchanged(whole: int, part: int) -> int:
+        """A rank has its part beside the whole while they exchange."""
+        return whole if ranks == 1 else whole + part
 
     def with_placement(placement: Placement) -> MemoryEstimate:
-        state = 0 if placement.state_on_host else hidden
+        state = 0 if placement.state_on_host else own_hidden
+        measured = exchanged(hidden, own_hidden) if hessians else own_hidden
         forward = {
-            "hidden states": state,
-            "experts' input": hidden,
+            "hidden states": 0 if placement.state_on_host else measured,
+            "experts' input": own_hidden,
             "plain weights of a layer": plain,
-            "activations of a batch": _activations(settings, model),
+            "activations of a batch": _activations(own, model),
             "Hessians of plain linears": hessians,
         }
+        exchange = {"hidden states": state, "experts' input": exchanged(hidden, own_hidden)}
+        activations = _expert_activations(settings, model, state_on_host=placement.state_on_host)
         experts = {
             "hidden states": state,
             "experts' input": hidden,
-            "quantized experts": 0 if placement.experts_on_host else waiting,
+            "quantized experts": 0 if placement.experts_on_host else own_waiting,
             "experts in work": placement.experts_at_once * _expert_bytes(model),
-            "activations of an expert": _expert_activations(
-                settings, model, state_on_host=placement.state_on_host
-            ),
+            "activations of an expert": activations,
         }
-        phase = max(forward, experts, key=lambda phase: sum(phase.values()))
+        waits = 0 if placement.experts_on_host else exchanged(waiting, own_waiting)
+        passing = experts | {"quantized experts": waits}
+        del passing["experts in work"]
+        phase = max(forward, exchange, experts, passing, key=lambda phase: sum(phase.values()))
         kept = {"hidden states", "experts' input", "quantized experts"} if on_gpu else set()
         phase = {
             name: size if name in kept else int(ALLOCATOR * size) for name, size in phase.items()
@@ -118,16 +136,20 @@ def estimate_memory(
             # A tensor is converted after the layer's phases, beside the hidden states only.
             detail = libraries | phase
             host = max(sum(detail.values()), sum(libraries.values()) + conversion)
-            return MemoryEstimate(host, 0, detail, placement)
+            return MemoryEstimate(host, 0, detail, placement, ranks)
         on_host = libraries | {
-            "hidden states in host memory": hidden if placement.state_on_host else 0,
+            "hidden states in host memory": exchanged(hidden, own_hidden)
+            if placement.state_on_host
+            else 0,
             # Small buffers of page-locked memory are rounded up to a power of two.
-            "experts in host memory": waiting * 4 // 3 if placement.experts_on_host else 0,
+            "experts in host memory": exchanged(waiting, own_waiting) * 4 // 3
+            if placement.experts_on_host
+            else 0,
         }
         gpu = sum(phase.values())
-        return MemoryEstimate(sum(on_host.values()), gpu, on_host | phase, placement)
+        return MemoryEstimate(sum(on_host.values()), gpu, on_host | phase, placement, ranks)
 
-    most = _experts_at_once(model, settings.device)
+    most = min(_experts_at_once(model, settings.device), own_experts)
     places = ((False, False), (True, False), (True, True)) if on_gpu else ((False, False),)
     return _within(
         budget,
@@ -170,6 +192,19 @@ def _experts_at_once(model: Mapping[str, Any], device: str) -> int:
     working_set = EXPERTS_IN_WORK[device.partition(":")[0]]
     experts = config_count(model, "n_routed_experts")
     return max(1, min(experts, working_set // _expert_bytes(model)))
+
+
+def _own_sequences(settings: Settings, ranks: int) -> int:
+    """Of the rank that has the most: they are dealt in what goes through the experts together."""
+    length = settings.sequence_length
+    step = max(1, BATCH_TOKENS // length) * max(1, EXPERT_TOKENS // BATCH_TOKENS)
+    batches = math.ceil(settings.samples / step)
+    return min(settings.samples, math.ceil(batches / ranks) * step)
+
+
+def _own_experts(model: Mapping[str, Any], ranks: int) -> int:
+    """Of the rank that has the most."""
+    return max(1, math.ceil(config_count(model, "n_routed_experts") / ranks))
 
 
 def _tokens(settings: Settings) -> int:

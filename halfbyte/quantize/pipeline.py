@@ -5,7 +5,7 @@ later, and both happen beside it: see `formats.readahead` and `formats.writebehi
 
 A unit is the embedding, a decoder layer, or the head. Calibrated methods carry the calibration
 state from layer to layer and store it beside the journal, so that a run that was killed goes on
-with the layer it was in. Data-free methods have no state; their units are the same.
+with the layer it was in. Data-free methods have no state; there ranks share the units.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from halfbyte.core import LinearReport, Plan, RunReport, ScaledInput, Settings, Unit
 from halfbyte.errors import CheckpointError, ResumeError
 from halfbyte.formats.config import without_quantization
 from halfbyte.formats.folder import CONFIG_FILE, REPORT_FILE, WORK_FOLDER, prepare_folder
-from halfbyte.formats.journal import identity_difference
+from halfbyte.formats.journal import Commit, identity_difference
 from halfbyte.formats.shards import ShardReader
 from halfbyte.formats.writer import CheckpointWriter
 from halfbyte.progress import Progress, SilentProgress
@@ -33,6 +33,7 @@ from halfbyte.quantize.memory import calibrates
 from halfbyte.quantize.phases import Phases
 from halfbyte.quantize.plan import package_versions, with_calibration
 from halfbyte.quantize.recipe import recipe_to_dict
+from halfbyte.quantize.shares import shares
 from halfbyte.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -56,10 +57,11 @@ def run(
 
     `tokens` int64 [samples, sequence_length] are the calibration tokens, None for a data-free
     method; their hash becomes part of the plan.
-    With `resume`, an interrupted run of the same plan goes on where it was, bit for bit; a finished
-    one is reported as such. With `overwrite`, what an earlier run left in the folder is removed
-    first. `phases` collects where the time goes. Raises OutputError, ResumeError, CheckpointError,
-    CalibrationError; after any of them the folder can be resumed, or nothing was written.
+    With `resume`, an interrupted run of the same plan goes on where it was, bit for bit, whatever
+    the number of ranks; a finished one is reported as such. With `overwrite`, what an earlier run
+    left in the folder is removed first. `phases` collects where the time goes. Raises OutputError,
+    ResumeError, CheckpointError, CalibrationError, RankError; after any of them the folder can be
+    resumed, or nothing was written.
     """
     from halfbyte.quantize.conversion import read_order
 
@@ -76,20 +78,30 @@ def run(
         if layers is not None and phases is not None:
             layers.phases = phases
         prepare_folder(output, plan, resume=resume, overwrite=overwrite)
-        with CheckpointWriter(output, plan, identity) as writer:
-            todo = plan.units[len(writer.commits) :]
-            order = read_order(todo, calibrated=layers is not None, ranks=ranks)
+        share = shares(plan, ranks.count)[0]
+        with CheckpointWriter(output, plan, identity, share) as writer:
+            earlier = _earlier(plan, writer.commits)
+            ranks.of_first(earlier)
+            if done := len(earlier.done):
+                progress.note(f"resuming: {done} of {len(plan.units)} units are finished")
+            if len(share) < len(plan.units):
+                progress.note(f"{ranks.count} processes write; the first of them is shown")
+            if layers is not None and earlier.state is not None:
+                layers.load(writer.work / earlier.state["file"], earlier.state["sha256"])
+            units = earlier.left(share)
+            order = read_order(units, calibrated=layers is not None, ranks=ranks)
             with reader.read_ahead(order, plan.settings.device):
-                _work(plan, reader, writer, layers, progress)
-            report = _finish(plan, identity, writer, output, started)
+                _work(plan, units, reader, writer, layers, progress)
+            peaks = ranks.everyone(peak_host_bytes())  # when all have written their shares
+            report = _finish(plan, identity, writer, output)
     progress.finish()
-    return report
+    return replace(report, seconds=time.monotonic() - started, peak_bytes=max(peaks))
 
 
-def follow(plan: Plan, output: Path, *, tokens: torch.Tensor, ranks: Ranks) -> None:
-    """The part of a calibrated run that falls to a rank that does not write.
+def follow(plan: Plan, output: Path, *, tokens: torch.Tensor | None = None, ranks: Ranks) -> None:
+    """The part of a run that falls to another rank than the first.
 
-    Arguments as for `run`, which the first rank is in meanwhile.
+    Arguments, and what is raised, as for `run`, which the first rank is in meanwhile.
     """
     from halfbyte.quantize.conversion import read_order
 
@@ -97,22 +109,27 @@ def follow(plan: Plan, output: Path, *, tokens: torch.Tensor, ranks: Ranks) -> N
     if ranks.of_first(None):
         return  # finished already
     with ShardReader(plan.checkpoint) as reader, _cpu_threads(plan.settings.threads):
-        layers = _layer_quantizer(plan, reader, tokens, ranks)
-        done, state = ranks.of_first(None)
-        if state is not None:
-            layers.load(output / WORK_FOLDER / state["file"], state["sha256"])
-        last = _last_quantized(plan)
-        order = read_order(plan.units[done:], calibrated=True, ranks=ranks)
-        with reader.read_ahead(order, plan.settings.device):
-            for i, unit in enumerate(plan.units[: last + 1]):
-                if i >= done and unit.kind in ("layer", "mtp"):
-                    layers.run(unit, lambda *_: None)
-                    if i < last:
-                        layers.tensors()  # which the first rank stores
+        layers = None if tokens is None else _layer_quantizer(plan, reader, tokens, ranks)
+        earlier: _Earlier = ranks.of_first(None)
+        if layers is not None:
+            if earlier.state is not None:
+                layers.load(output / WORK_FOLDER / earlier.state["file"], earlier.state["sha256"])
+            units = earlier.left(plan.units[: _last_quantized(plan) + 1])
+            order = read_order(units, calibrated=True, ranks=ranks)
+            with reader.read_ahead(order, plan.settings.device):
+                _calibrate_along(plan, units, layers)
+        else:
+            share, identity = shares(plan, ranks.count)[ranks.rank], run_identity(plan)
+            with CheckpointWriter(output, plan, identity, share, joins=True) as writer:
+                units = earlier.left(share)
+                order = read_order(units, calibrated=False)
+                with reader.read_ahead(order, plan.settings.device):
+                    _work(plan, units, reader, writer, None, SilentProgress())
+        ranks.everyone(peak_host_bytes())
 
 
 def _finish(
-    plan: Plan, identity: Mapping[str, Any], writer: CheckpointWriter, output: Path, started: float
+    plan: Plan, identity: Mapping[str, Any], writer: CheckpointWriter, output: Path
 ) -> RunReport:
     """Make the written units a model. Raises CheckpointError when the source changed meanwhile."""
     if difference := identity_difference(identity["source"], run_identity(plan)["source"]):
@@ -120,8 +137,10 @@ def _finish(
             f"{plan.checkpoint.path} changed while it was read: {difference}",
             hint="quantize the checkpoint as it is now: start again with --overwrite",
         )
-    linears = tuple(LinearReport(**r) for c in writer.commits for r in c.record["linears"])
-    scaled = tuple(ScaledInput(**r) for c in writer.commits for r in c.record["scaled"])
+    record_of = {commit.unit: commit.record for commit in writer.commits}
+    records = [record_of[unit.name] for unit in plan.units]  # committed in any order of ranks
+    linears = tuple(LinearReport(**line) for r in records for line in r["linears"])
+    scaled = tuple(ScaledInput(**line) for r in records for line in r["scaled"])
     report = RunReport(
         output=str(output),
         fingerprint=plan.fingerprint,
@@ -135,8 +154,6 @@ def _finish(
         linears=linears,
         scaled=scaled,
         warnings=plan.warnings,
-        seconds=time.monotonic() - started,
-        peak_bytes=peak_host_bytes(),
     )
     writer.finish(output_config(plan), report.to_json())
     return report
@@ -229,32 +246,43 @@ def _finished(output: Path, plan: Plan, identity: Mapping[str, Any]) -> RunRepor
     return report
 
 
+class _Earlier(NamedTuple):
+    """What an interrupted run left behind."""
+
+    done: frozenset[str]
+    """Names of the finished units."""
+    state: Mapping[str, str] | None
+    """File and hash of the calibration state, while something is left to calibrate."""
+
+    def left(self, units: Iterable[Unit]) -> list[Unit]:
+        """Those that are not finished."""
+        return [unit for unit in units if unit.name not in self.done]
+
+
+def _earlier(plan: Plan, commits: Sequence[Commit]) -> _Earlier:
+    stored = [c.record["state"] for c in commits if c.record["state"] is not None]
+    state = stored[-1] if stored and len(commits) <= _last_quantized(plan) else None
+    return _Earlier(frozenset(commit.unit for commit in commits), state)
+
+
 def _work(
     plan: Plan,
+    units: Sequence[Unit],
     reader: ShardReader,
     writer: CheckpointWriter,
     layers: LayerQuantizer | None,
     progress: Progress,
 ) -> None:
-    """Do what is left of the plan, unit by unit."""
+    """Do units of the plan, one after the other."""
     from halfbyte.quantize.conversion import convert, write_int4
     from halfbyte.quantize.smoothing import Smoothing
 
-    done = len(writer.commits)
-    sizes = [sum(t.source.nbytes for t in unit.tensors) for unit in plan.units]
-    if done:
-        progress.note(f"resuming: {done} of {len(plan.units)} units are finished")
-    progress.start("quantize", sum(sizes[done:]), "bytes")
+    sizes = [sum(t.source.nbytes for t in unit.tensors) for unit in units]
+    progress.start("quantize", sum(sizes), "bytes")
     last = _last_quantized(plan)
-    stored = [c.record["state"] for c in writer.commits if c.record["state"] is not None]
-    if layers is not None:
-        state = stored[-1] if stored and done <= last else None
-        layers.ranks.of_first((done, state))
-        if state is not None:
-            layers.load(writer.work / state["file"], state["sha256"])
-    for i, unit in enumerate(plan.units):
-        if i < done:
-            continue
+    place = {unit.name: number for number, unit in enumerate(plan.units)}
+    for unit, size in zip(units, sizes, strict=True):
+        i = place[unit.name]
         reports: list[LinearReport] = []
         rest, smoothing = unit.tensors, Smoothing()
         if layers is not None and unit.kind in ("layer", "mtp") and i <= last:
@@ -269,8 +297,20 @@ def _work(
             "scaled": [asdict(scaled) for scaled in smoothing.report()],
         }
         writer.commit(unit, record)
-        progress.advance(sizes[i])
+        progress.advance(size)
         progress.note(_summary(unit, reports))
+
+
+def _calibrate_along(plan: Plan, units: Sequence[Unit], layers: LayerQuantizer) -> None:
+    """The part of calibrated layers that falls to a rank that does not write."""
+    last = _last_quantized(plan)
+    place = {unit.name: number for number, unit in enumerate(plan.units)}
+    for unit in units:
+        i = place[unit.name]
+        if unit.kind in ("layer", "mtp") and i <= last:
+            layers.run(unit, lambda *_: None)
+            if i < last:
+                layers.tensors()  # which the first rank stores
 
 
 def _last_quantized(plan: Plan) -> int:

@@ -49,6 +49,7 @@ from halfbyte.quantize.decide import action_on, decide
 from halfbyte.quantize.memory import calibrates, estimate_memory, state_bytes
 from halfbyte.quantize.readers import scalable_inputs
 from halfbyte.quantize.recipe import recipe_to_dict
+from halfbyte.quantize.shares import cut_at_shards
 
 MAX_SHARD_BYTES = 5_000_000_000
 
@@ -60,8 +61,11 @@ def make_plan(
     budget: MemoryBudget = MemoryBudget(),  # noqa: B008
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    ranks: int = 1,
 ) -> Plan:
     """Decide every tensor of a checkpoint and lay out the result, within a budget of memory.
+
+    `ranks` processes share the run; the budget, and the memory in the plan, are those of each.
 
     Raises `RecipeError` when the recipe does not fit the checkpoint, or when neither vLLM nor
     SGLang could load what it asks for; what only one of them cannot load becomes a warning.
@@ -72,7 +76,7 @@ def make_plan(
     if calibrates(settings):
         language_model(checkpoint)
     with _collector_paused():
-        return _make_plan(checkpoint, recipe, settings, budget, max_shard_bytes)
+        return _make_plan(checkpoint, recipe, settings, budget, max_shard_bytes, ranks)
 
 
 def _make_plan(
@@ -81,6 +85,7 @@ def _make_plan(
     settings: Settings,
     budget: MemoryBudget,
     max_shard_bytes: int,
+    ranks: int,
 ) -> Plan:
     model = text_config(checkpoint.config)
     layers = config_count(model, "num_hidden_layers")
@@ -91,6 +96,8 @@ def _make_plan(
     ]
     units = _units(tensors, layers)
     shards = lay_out_shards([o for t in tensors for o in t.outputs], max_shard_bytes)
+    if not calibrates(settings):
+        units = cut_at_shards(units, shards)
     modules = without_equal_experts(
         {t.module: _storage(t) for t in tensors if is_linear(t.source) and t.outputs}
     )
@@ -110,7 +117,7 @@ def _make_plan(
         units=units,
         shards=shards,
         quantization_config=quantization,
-        memory=estimate_memory(units, settings, model, budget),
+        memory=estimate_memory(units, settings, model, budget, ranks),
         disk=sum(shard.nbytes for shard in shards) + side_files + state,
         warnings=warnings,
         fingerprint=_fingerprint(checkpoint, recipe, settings, shards),

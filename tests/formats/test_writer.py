@@ -260,6 +260,49 @@ def test_two_processes_cannot_write_one_folder(tmp_path: Path, plan: Plan) -> No
     CheckpointWriter(out, plan, IDENTITY).close()
 
 
+def test_processes_of_one_run_write_together(tmp_path: Path, plan: Plan) -> None:
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    for folder in (whole, out):
+        prepare_folder(folder, plan, resume=False, overwrite=False)
+    write_all(whole, plan)
+    assert list(plan.shards[0].offsets) == ["embed.weight"]
+    with CheckpointWriter(out, plan, IDENTITY, plan.units[:1]) as first:
+        with CheckpointWriter(out, plan, IDENTITY, plan.units[1:], joins=True) as second:
+            write_unit(second, plan.units[1])
+            write_unit(first, plan.units[0])
+            assert {c.unit for w in (first, second) for c in w.commits} == set(list(UNITS)[:2])
+            with open(out / WORK_FOLDER / "journal.jsonl", "ab") as journal:
+                journal.write(b'{"unit": "layers.1", "shar')  # of a third that was killed
+            for unit in plan.units[2:]:
+                write_unit(second, unit)
+        first.finish({"model_type": "x"}, {"report": 1, "shards": first.shard_hashes()})
+    assert contents(out) == contents(whole)
+
+
+def test_the_last_process_of_a_run_keeps_the_folder(tmp_path: Path, plan: Plan) -> None:
+    out = tmp_path / "out"
+    prepare_folder(out, plan, resume=False, overwrite=False)
+    first = CheckpointWriter(out, plan, IDENTITY, plan.units[:1])
+    with CheckpointWriter(out, plan, IDENTITY, plan.units[1:], joins=True):
+        first.close()
+        with pytest.raises(OutputError, match="another process is writing"):
+            CheckpointWriter(out, plan, IDENTITY)
+    CheckpointWriter(out, plan, IDENTITY).close()
+
+
+def test_a_process_checks_the_shards_that_it_goes_on_with(tmp_path: Path, plan: Plan) -> None:
+    out = tmp_path / "out"
+    prepare_folder(out, plan, resume=False, overwrite=False)
+    with CheckpointWriter(out, plan, IDENTITY) as writer:
+        write_unit(writer, plan.units[0])
+        write_unit(writer, plan.units[1])
+    (out / plan.shards[0].file).unlink()
+    with CheckpointWriter(out, plan, IDENTITY, plan.units[1:]) as writer:
+        assert len(writer.commits) == 2
+    with pytest.raises(ResumeError, match=plan.shards[0].file):
+        CheckpointWriter(out, plan, IDENTITY, plan.units[:1])
+
+
 def test_resume_does_not_start_among_the_files_of_an_earlier_run(
     tmp_path: Path, plan: Plan
 ) -> None:

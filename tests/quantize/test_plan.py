@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from halfbyte.calibration.runner import expert_batches
 from halfbyte.core import (
     DTYPE_BYTES,
     Checkpoint,
@@ -32,6 +33,7 @@ from halfbyte.formats.layout import lay_out_shards
 from halfbyte.quantize.memory import TORCH, estimate_memory
 from halfbyte.quantize.plan import make_plan
 from halfbyte.quantize.recipe import load_recipe, recipe_names
+from halfbyte.ranks import Ranks
 from halfbyte.testing.glm52 import write_glm52
 from halfbyte.testing.tiny import Source, write_tiny
 
@@ -154,6 +156,38 @@ def test_a_budget_of_memory_decides_where_things_are(default_plan: Plan) -> None
         within(10)
 
 
+@pytest.mark.parametrize(("ranks", "own_sequences", "own_experts"), [(2, 128, 128), (3, 128, 86)])
+def test_ranks_share_sequences_and_experts(
+    default_plan: Plan, ranks: int, own_sequences: int, own_experts: int
+) -> None:
+    """But each has the experts' input of all tokens, and in the end all quantized experts."""
+    settings = Settings(device="cuda", dtype="bfloat16")
+    model, units = default_plan.checkpoint.config, default_plan.units
+    dealt = Ranks(0, ranks).shares(len(batches := expert_batches(256, 2048)))
+    rows = [sum(b.stop - b.start for b in batches[s.start : s.stop]) for s in dealt]
+    assert max(rows) == own_sequences
+    assert max(map(len, Ranks(0, ranks).shares(256))) == own_experts
+
+    sequence, packed = 2048 * 6144 * 2, 3 * 6144 * 2048 * 9 // 16
+    alone = estimate_memory(units, settings, model)
+    shared = estimate_memory(units, settings, model, ranks=ranks)
+    assert shared.ranks == ranks
+    assert alone.detail["hidden states"] == alone.detail["experts' input"] == 256 * sequence
+    assert shared.detail["hidden states"] == own_sequences * sequence
+    assert shared.detail["experts' input"] == 256 * sequence
+    assert shared.detail["quantized experts"] == own_experts * packed
+    assert shared.detail["experts in work"] == alone.detail["experts in work"]
+    saved = (256 - own_sequences) * sequence + (256 - own_experts) * packed
+    assert alone.gpu - shared.gpu == saved
+    # With nothing else on the GPU, the exchange is the peak: the own part beside the whole.
+    least = estimate_memory(units, settings, model, MemoryBudget(gpu=int(10e9)), ranks)
+    both = (256 + own_sequences) * sequence
+    assert least.gpu == least.detail["experts' input"] == both
+    assert least.detail["hidden states in host memory"] == both
+    waiting = (256 + own_experts) * packed
+    assert least.detail["experts in host memory"] == waiting * 4 // 3
+
+
 def test_memory_of_a_data_free_run_counts_what_is_on_its_way(default_plan: Plan) -> None:
     model = default_plan.checkpoint.config
     on_gpu = estimate_memory(default_plan.units, Settings(method="rtn", device="cuda:1"), model)
@@ -228,7 +262,8 @@ def test_every_recipe_fits_every_source(tmp_path: Path, model_type: Any, source:
         plan = plan_of(folder, recipe)
         QuantizationConfig.model_validate(plan.quantization_config)
         layers = [f"layers.{i}" for i in range(5)]
-        assert [u.name for u in plan.units] == ["embedding", *layers, "head"]
+        units = dict.fromkeys(unit.name.partition(" part ")[0] for unit in plan.units)
+        assert list(units) == ["embedding", *layers, "head"]
         quantized = {t.name for t in plan.tensors if t.action == "quantize"}
         experts = {t.name for t in plan.tensors if ".experts." in t.name}
         assert experts <= quantized

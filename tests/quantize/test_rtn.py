@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from halfbyte.core import Scheme
+from halfbyte.core import Scheme, Settings
 from halfbyte.quantize.rtn import round_to_nearest
 from halfbyte.quantize.scales import group_scales
+from halfbyte.quantize.solver import solve
 from halfbyte.testing.numeric import first_difference
 
 
@@ -41,3 +42,23 @@ def test_codes_are_those_of_compressed_tensors(bits: int, group_size: int | None
     for weight, scale, code in zip(weights, scales.float(), codes, strict=True):
         expected = quantize(weight, scale, torch.zeros_like(scale), arguments, dtype=torch.int8)
         assert first_difference(code, expected) is None
+
+
+def test_how_many_threads_compute_changes_no_bit() -> None:
+    """So ranks, and machines, may go on with what others began."""
+    weights = torch.randn(1, 700, 1024, generator=torch.Generator().manual_seed(1))
+    before = torch.get_num_threads()
+    solved = []
+    try:
+        for threads in (1, 4):
+            torch.set_num_threads(threads)
+            solved.append(solve(weights.clone(), Scheme(), None, Settings(method="rtn")))
+    finally:
+        torch.set_num_threads(before)
+    one, many = solved
+    assert torch.equal(one.codes, many.codes)
+    assert torch.equal(one.scales, many.scales)
+    numbers = [
+        [(q.error, q.rtn_error, q.weight_error) for q in result.linears[0]] for result in solved
+    ]
+    assert numbers[0] == numbers[1]
