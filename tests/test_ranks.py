@@ -23,6 +23,8 @@ from halfbyte.quantize import pipeline
 from halfbyte.quantize.plan import make_plan
 from halfbyte.quantize.recipe import load_recipe
 from halfbyte.ranks import joined
+if __import__("os").environ.get("RANK", "0") == "0":  # the first decides for all
+    pipeline.state_pays = lambda last, now: last is None
 source, out, recipe, method, length = sys.argv[1:]
 settings = Settings(method=method, samples=14, sequence_length=int(length), threads=1)
 tokens = torch.arange(14 * int(length)).reshape(14, -1) % 50 + 10

@@ -1,8 +1,9 @@
-"""The journal of a run: one JSON line per committed unit, so that a killed run can go on.
+"""The journal of a run: what is finished, in JSON lines, so that a killed run can go on.
 
-A line is appended and fsynced only after all that it speaks of is on the disk. A line that a
-crash cut in half is the last one and is dropped on reading. Hashes are of shard prefixes: units
-are written in shard order, so a unit's line pins every byte of its shards up to its own end.
+A line holds the units that became final together, as a rule one. It is appended and fsynced only
+after all that it speaks of is on the disk. A line that a crash cut in half is the last one and is
+dropped on reading, so the journal always ends where a run can go on. Hashes are of shard prefixes:
+units are written in shard order, so a unit's hashes pin every byte of its shards up to its own end.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from halfbyte.errors import ResumeError
 from halfbyte.formats.files import sync_folder
 
-JOURNAL_VERSION = 1
+JOURNAL_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +63,12 @@ class Journal:
                 raise KeyError
             commits = [
                 Commit(
-                    line["unit"],
-                    {file: (int(n), str(h)) for file, (n, h) in line["shards"].items()},
-                    line["record"],
+                    unit["unit"],
+                    {file: (int(n), str(h)) for file, (n, h) in unit["shards"].items()},
+                    unit["record"],
                 )
                 for line in entries
+                for unit in line["units"]
             ]
         except (KeyError, TypeError, ValueError) as error:
             raise ResumeError(
@@ -76,9 +78,10 @@ class Journal:
         os.truncate(path, sum(len(line) + 1 for line in complete))
         return cls(path, header["identity"], commits)
 
-    def append(self, commit: Commit) -> None:
-        self._append(asdict(commit))
-        self.commits.append(commit)
+    def append(self, commits: Sequence[Commit]) -> None:
+        """Make these units final, all or none of them."""
+        self._append({"units": [asdict(commit) for commit in commits]})
+        self.commits.extend(commits)
 
     def _append(self, record: Mapping[str, Any]) -> None:
         with open(self.path, "ab") as file:

@@ -16,7 +16,9 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +39,19 @@ from halfbyte.formats.writebehind import Target, WriteBehind, dtype_name, explai
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(slots=True)
+class SavedState:
+    """A file of the work folder that is being written, or was."""
+
+    target: Target
+    begun: float
+    """When the caller began to hand it over, by `time.monotonic`."""
+    sha256: str | None = None
+    """None until it is durable."""
+    seconds: float | None = None
+    """What writing it took, from its first byte until it was durable; None until then."""
 
 
 class CheckpointWriter:
@@ -61,8 +76,12 @@ class CheckpointWriter:
         self._targets = {
             shard.file: Target(folder / (shard.file + ".partial"), shard) for shard in plan.shards
         }
-        self._state: Target | None = None
-        """What `save` wrote and no commit has named yet."""
+        self.saved: SavedState | None = None
+        """What `save` stored last."""
+        self._state: SavedState | None = None
+        """The same until a commit names it."""
+        self._held: list[tuple[Commit, Sequence[str]]] = []
+        """Units that become final with the next one, and the shards that are full with them."""
         self._lock = _lock(folder / WORK_FOLDER)
         try:
             self._journal = self._take_up(identity)
@@ -126,13 +145,31 @@ class CheckpointWriter:
         the one before it. The tensors may be changed afterwards.
         """
         outputs = [OutputTensor(n, dtype_name(t), tuple(t.shape)) for n, t in tensors.items()]
-        self._state = Target(self.work / file, file_layout(file, outputs))
-        for name, tensor in tensors.items():
-            place, _ = self._state.layout.offsets[name]
-            self._behind.put(self._state, place, tensor, borrowed=True)
+        state = SavedState(Target(self.work / file, file_layout(file, outputs)), time.monotonic())
+        self.saved = self._state = state
+        started = 0.0
 
-    def commit(self, unit: Unit, record: Mapping[str, Any]) -> None:
-        """Make a whole unit durable. Every planned tensor of it must have been written."""
+        def start() -> None:
+            nonlocal started
+            started = time.monotonic()
+
+        def finish() -> None:
+            state.sha256 = self._behind.sync(state.target, state.target.layout.nbytes)
+            self._behind.release(state.target)
+            state.seconds = time.monotonic() - started
+
+        self._behind.submit(start)
+        for name, tensor in tensors.items():
+            place, _ = state.target.layout.offsets[name]
+            self._behind.put(state.target, place, tensor, borrowed=True)
+        self._behind.submit(finish)
+
+    def commit(self, unit: Unit, record: Mapping[str, Any], *, hold: bool = False) -> None:
+        """Make a whole unit durable. Every planned tensor of it must have been written.
+
+        With `hold` the run could not go on behind this unit: it becomes final, and part of
+        `commits`, together with the next one that is not held.
+        """
         names = [o.name for t in unit.tensors for o in t.outputs]
         if missing := [name for name in names if not self._is_whole(name)]:
             raise AssertionError(f"{unit.name} lacks {len(missing)} tensors, first {missing[0]}")
@@ -142,7 +179,7 @@ class CheckpointWriter:
             ends[shard.file] = (shard, max(end, ends.get(shard.file, (shard, 0))[1]))
             del self._rows[name]
         state, self._state = self._state, None
-        self._behind.submit(lambda: self._make_durable(unit.name, record, ends, state))
+        self._behind.submit(lambda: self._make_durable(unit.name, record, ends, state, hold))
 
     def finish(self, config: Mapping[str, Any], report: Mapping[str, Any]) -> None:
         """Write side files, report, index and, last, `config.json`; then drop the work folder.
@@ -203,7 +240,8 @@ class CheckpointWriter:
         unit: str,
         record: Mapping[str, Any],
         ends: Mapping[str, tuple[ShardLayout, int]],
-        state: Target | None,
+        state: SavedState | None,
+        hold: bool,
     ) -> None:
         digests = {
             file: (end, self._behind.sync(self._targets[file], end))
@@ -211,16 +249,19 @@ class CheckpointWriter:
         }
         saved = None
         if state is not None:
-            digest = self._behind.sync(state, state.layout.nbytes)
-            self._behind.release(state)
-            saved = {"file": state.path.name, "sha256": digest}
-        self._journal.append(Commit(unit, digests, {**record, "state": saved}))
-        for file, (shard, end) in ends.items():
-            if end == shard.nbytes:
+            saved = {"file": state.target.path.name, "sha256": state.sha256}
+        full = [file for file, (shard, end) in ends.items() if end == shard.nbytes]
+        self._held.append((Commit(unit, digests, {**record, "state": saved}), full))
+        if hold:
+            return
+        self._journal.append([commit for commit, _ in self._held])
+        for _, files in self._held:
+            for file in files:
                 self._complete(file)
+        self._held.clear()
         if state is not None:
             for stale in self.work.glob("state-*.safetensors"):
-                if stale.name != state.path.name:
+                if stale != state.target.path:
                     stale.unlink()
 
     def _complete(self, file: str) -> None:

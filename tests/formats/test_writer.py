@@ -82,10 +82,10 @@ def make_plan(source: Path, max_bytes: int = 60, disk: int = 1000) -> Plan:
     )
 
 
-def write_unit(writer: CheckpointWriter, unit: Unit) -> None:
+def write_unit(writer: CheckpointWriter, unit: Unit, *, hold: bool = False) -> None:
     for tensor in reversed(unit.tensors):  # any order inside a unit
         writer.write(tensor.name, TENSORS[tensor.name])
-    writer.commit(unit, {"unit": unit.name})
+    writer.commit(unit, {"unit": unit.name}, hold=hold)
 
 
 def write_all(folder: Path, plan: Plan, start: int = 0) -> None:
@@ -531,6 +531,28 @@ def test_the_state_is_named_by_the_commit_and_may_change_after_it_was_saved(
     assert torch.equal(stored["hidden"], expected)
     assert torch.equal(stored["topk"], topk)
     assert not (out / WORK_FOLDER / "state-0.safetensors").exists()
+
+
+def test_a_held_unit_becomes_final_with_the_next_one(tmp_path: Path, plan: Plan) -> None:
+    """Until then no shard gets its final name, and who resumes does the unit again."""
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    for folder in (whole, out):
+        prepare_folder(folder, plan, resume=False, overwrite=False)
+    write_all(whole, plan)
+    first, *rest = plan.units
+    with CheckpointWriter(out, plan, IDENTITY) as writer:
+        write_unit(writer, first)
+        for unit in rest[:-1]:
+            write_unit(writer, unit, hold=True)
+        assert [commit.unit for commit in writer.commits] == [first.name]
+    assert len(list(out.glob("*.safetensors.partial"))) > 1
+    with CheckpointWriter(out, plan, IDENTITY) as writer:
+        assert [commit.unit for commit in writer.commits] == [first.name]
+        for unit in rest:
+            write_unit(writer, unit, hold=unit is not rest[-1])
+        assert [commit.unit for commit in writer.commits] == [u.name for u in plan.units]
+        writer.finish({"model_type": "x"}, {"report": 1, "shards": writer.shard_hashes()})
+    assert contents(out) == contents(whole)
 
 
 @pytest.mark.parametrize("piece", [7, 1000])
