@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from halfbyte.core import OutputTensor, Plan, ShardLayout, Unit
 from halfbyte.errors import OutputError, ResumeError
-from halfbyte.formats.budgets import WRITE_BEHIND, budget
+from halfbyte.formats.budgets import PIECE, WRITE_BEHIND, budget
 from halfbyte.formats.files import copy_atomic, sync_folder, write_atomic
 from halfbyte.formats.folder import (
     CONFIG_FILE,
@@ -39,6 +39,8 @@ from halfbyte.formats.writebehind import Target, WriteBehind, dtype_name, explai
 
 if TYPE_CHECKING:
     import torch
+
+    from halfbyte.formats.rows import Rows
 
 
 @dataclass(slots=True)
@@ -128,7 +130,7 @@ class CheckpointWriter:
         if expected is None or begin != (written or 0) or (written is not None and not begin):
             raise AssertionError(f"{name} is {'written twice' if expected else 'not planned'}")
         shape = (end - begin, *expected.shape[1:]) if rows else expected.shape
-        dtype = dtype_name(tensor)
+        dtype = dtype_name(tensor.dtype)
         if (dtype, tuple(tensor.shape)) != (expected.dtype, shape):
             raise AssertionError(
                 f"{name} is {dtype} {list(tensor.shape)}, planned {expected.dtype} {list(shape)}"
@@ -138,13 +140,13 @@ class CheckpointWriter:
         self._behind.put(self._targets[shard.file], place, tensor)
         self._rows[name] = end
 
-    def save(self, file: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    def save(self, file: str, tensors: Mapping[str, Rows]) -> None:
         """Store tensors as a safetensors file of the work folder.
 
         The next commit names it, under `state` in its record, with `file` and `sha256`, and removes
         the one before it. The tensors may be changed afterwards.
         """
-        outputs = [OutputTensor(n, dtype_name(t), tuple(t.shape)) for n, t in tensors.items()]
+        outputs = [OutputTensor(n, dtype_name(t.dtype), t.shape) for n, t in tensors.items()]
         state = SavedState(Target(self.work / file, file_layout(file, outputs)), time.monotonic())
         self.saved = self._state = state
         started = 0.0
@@ -161,7 +163,9 @@ class CheckpointWriter:
         self._behind.submit(start)
         for name, tensor in tensors.items():
             place, _ = state.target.layout.offsets[name]
-            self._behind.put(state.target, place, tensor, borrowed=True)
+            for piece in tensor.split(max(1, PIECE // max(1, tensor.row_bytes))):
+                self._behind.put(state.target, place, piece, borrowed=True)
+                place += piece.nbytes
         self._behind.submit(finish)
 
     def commit(self, unit: Unit, record: Mapping[str, Any], *, hold: bool = False) -> None:

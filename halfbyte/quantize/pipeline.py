@@ -80,7 +80,7 @@ def run(
     if finished is not None:
         return finished
     with ShardReader(plan.checkpoint) as reader, _cpu_threads(plan.settings.threads):
-        layers = None if tokens is None else _layer_quantizer(plan, reader, tokens, ranks)
+        layers = None if tokens is None else _layer_quantizer(plan, reader, tokens, output, ranks)
         if layers is not None and phases is not None:
             layers.phases = phases
         prepare_folder(output, plan, resume=resume, overwrite=overwrite)
@@ -105,7 +105,7 @@ def follow(plan: Plan, output: Path, *, tokens: torch.Tensor, ranks: Ranks) -> N
     if ranks.of_first(None):
         return  # finished already
     with ShardReader(plan.checkpoint) as reader, _cpu_threads(plan.settings.threads):
-        layers = _layer_quantizer(plan, reader, tokens, ranks)
+        layers = _layer_quantizer(plan, reader, tokens, output, ranks)
         done, state = ranks.of_first(None)
         if state is not None:
             layers.load(output / WORK_FOLDER / state["file"], state["sha256"])
@@ -303,7 +303,7 @@ def _last_quantized(plan: Plan) -> int:
 
 
 def _layer_quantizer(
-    plan: Plan, reader: ShardReader, tokens: torch.Tensor, ranks: Ranks
+    plan: Plan, reader: ShardReader, tokens: torch.Tensor, output: Path, ranks: Ranks
 ) -> LayerQuantizer:
     import torch
 
@@ -319,7 +319,8 @@ def _layer_quantizer(
         reader,
         device=settings.device,
         dtype=getattr(torch, settings.dtype),
-        state_on_host=plan.memory.placement.state_on_host,
+        placement=plan.memory.placement,
+        work=output / WORK_FOLDER,
     )
     for unit in plan.units:
         if unit.index is not None:

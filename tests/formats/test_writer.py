@@ -34,6 +34,7 @@ from halfbyte.errors import OutputError, ResumeError
 from halfbyte.formats import writebehind
 from halfbyte.formats.folder import WORK_FOLDER, prepare_folder
 from halfbyte.formats.layout import lay_out_shards
+from halfbyte.formats.rows import InMemory
 from halfbyte.formats.writer import CheckpointWriter
 
 TENSORS = {
@@ -487,7 +488,7 @@ def test_a_unit_in_the_journal_is_on_the_disk(
     monkeypatch.setattr(os, "fsync", synced)
     with CheckpointWriter(out, plan, IDENTITY) as writer:
         for unit in plan.units:
-            writer.save(f"state-{unit.name}.safetensors", {"hidden": torch.ones(3, 3)})
+            writer.save(f"state-{unit.name}.safetensors", {"hidden": InMemory(torch.ones(3, 3))})
             write_unit(writer, unit)
     dirty: set[str] = set()
     lines = 0
@@ -509,12 +510,13 @@ def test_the_state_is_named_by_the_commit_and_may_change_after_it_was_saved(
     prepare_folder(out, plan, resume=False, overwrite=False)
     hidden = torch.randn(5, 7, 3).bfloat16()
     topk = torch.randint(0, 9, (5, 7, 2), dtype=torch.int32)
+    tensors = {"hidden": InMemory(hidden), "topk": InMemory(topk)}
     expected = hidden.clone()
     with CheckpointWriter(out, plan, IDENTITY) as writer:
         write_unit(writer, plan.units[0])
         for number, unit in enumerate(plan.units[1:3]):
             hidden.copy_(expected)
-            writer.save(f"state-{number}.safetensors", {"hidden": hidden, "topk": topk})
+            writer.save(f"state-{number}.safetensors", tensors)
             hidden.zero_()
             write_unit(writer, unit)
         write_unit(writer, plan.units[3])

@@ -36,6 +36,7 @@ from halfbyte.testing.tiny import write_nested, write_tiny
 
 SETTINGS = Settings(samples=6, sequence_length=24)
 RTN = replace(SETTINGS, method="rtn")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def tokens(samples: int = 6, length: int = 24) -> torch.Tensor:
@@ -126,7 +127,7 @@ def test_the_state_that_moves_on_is_that_of_the_quantized_layer(tmp_path: Path) 
 
     def spy(self: Any, unit: Any, emit: Any) -> Any:
         reports = original(self, unit, emit)
-        seen.append(self.state.hidden.clone())
+        seen.append(self.state.hidden[:].clone())
         return reports
 
     calibrated.LayerQuantizer.run = spy  # type: ignore[method-assign]
@@ -147,7 +148,7 @@ def test_the_state_that_moves_on_is_that_of_the_quantized_layer(tmp_path: Path) 
         state = runner.embed(tokens())
         for index in range(4):
             runner.advance(index, state)
-    torch.testing.assert_close(seen[-1], state.hidden, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(seen[-1], state.hidden[:], rtol=1e-4, atol=1e-4)
 
 
 def test_same_input_same_bytes(tmp_path: Path) -> None:
@@ -166,6 +167,43 @@ def test_how_many_experts_are_solved_at_once_changes_no_byte(tmp_path: Path, at_
     memory = replace(plan.memory, placement=Placement(at_once))
     pipeline.run(replace(plan, memory=memory), tmp_path / "apart", tokens=tokens())
     assert contents(tmp_path / "apart") == contents(tmp_path / "together")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "method"), [("glm-5", "gptq"), ("experts-and-dense", "awq+gptq")]
+)
+def test_where_hidden_states_lie_changes_no_byte(
+    tmp_path: Path, recipe: str, method: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does a run that goes on with them elsewhere. 24 tokens of which 16 are selected."""
+    monkeypatch.setattr(runner_module, "BATCH_TOKENS", 48)
+    monkeypatch.setattr(runner_module, "EXPERT_TOKENS", 96)
+    settings = replace(SETTINGS, method=method, device=DEVICE)
+    plan = plan_of(write_tiny(tmp_path / "tiny"), settings, recipe)
+    assert plan.memory.placement == Placement(4)
+    pipeline.run(plan, tmp_path / "memory", tokens=tokens())
+
+    def placed(states: Any, inputs: Any) -> Plan:
+        placement = Placement(4, states, inputs, experts_on_host=DEVICE == "cuda")
+        return replace(plan, memory=replace(plan.memory, placement=placement))
+
+    commit = pipeline.CheckpointWriter.commit
+    commits = []
+
+    def stopping(self: Any, *args: Any, **kw: Any) -> None:
+        commits.append(commit(self, *args, **kw))
+        if len(commits) == 3:
+            raise Crash
+
+    for number, places in enumerate([("disk", "device"), ("host", "disk"), ("disk", "disk")]):
+        out = tmp_path / str(number)
+        commits.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(pipeline.CheckpointWriter, "commit", stopping)
+            with pytest.raises(Crash):
+                pipeline.run(placed(*places), out, tokens=tokens())
+        pipeline.run(placed(*places[::-1]), out, tokens=tokens(), resume=True)
+        assert contents(out) == contents(tmp_path / "memory")
 
 
 class Crash(BaseException):
