@@ -290,14 +290,20 @@ class MemoryBudget:
     host: int | None = None
 
 
+Place = Literal["device", "host", "disk"]
+"""Where a large tensor lies. On a CPU the device's memory is that of the host."""
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """How a calibrated run uses memory."""
 
     experts_at_once: int
     """Routed experts of a layer that are solved as one batch."""
-    state_on_host: bool = False
-    """Whether the hidden states between layers stay in host memory while a GPU computes."""
+    states: Place = "device"
+    """Where hidden states lie between layers."""
+    inputs: Place = "device"
+    """Where the input of a layer's routed experts lies, as large as the hidden states."""
     experts_on_host: bool = False
     """Whether quantized experts wait in host memory until the tokens go through them."""
 
@@ -329,7 +335,8 @@ class Plan:
     """`quantization_config` of the output's config.json; None when nothing is quantized."""
     memory: MemoryEstimate
     disk: int
-    """Bytes the output folder will take, state kept for `--resume` included."""
+    """Bytes the output folder will take, state kept for `--resume` and hidden states that have no
+    room in memory included."""
     warnings: tuple[str, ...]
     fingerprint: str
     """SHA-256 over all that decides the output bytes: same inputs, same fingerprint."""

@@ -45,25 +45,26 @@ class Ranks:
 
     def complete(self, tensor: torch.Tensor, shares: Sequence[range]) -> None:
         """Give every rank all rows of `tensor`; each has filled in those of its share."""
-        if self.count == 1:
+        for rank, share in enumerate(shares):
+            self.broadcast(tensor[share.start : share.stop], rank)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Give every rank what rank `source` has in `tensor`, which is contiguous."""
+        if self.count == 1 or tensor.numel() == 0:
             return
         import torch
         import torch.distributed as dist
 
-        for rank, share in enumerate(shares):
-            # As bytes, since not every library that moves them knows every dtype.
-            rows = tensor[share.start : share.stop].reshape(-1).view(torch.uint8)
-            if rows.numel() == 0:
-                continue
-            if rows.is_cpu and dist.get_backend() == "nccl":
-                for piece in rows.split(_PIECE_BYTES):
+        # As bytes, since not every library that moves them knows every dtype.
+        data = tensor.view(-1).view(torch.uint8)
+        with _explained():
+            if data.is_cpu and dist.get_backend() == "nccl":
+                for piece in data.split(_PIECE_BYTES):
                     moved = piece.cuda()
-                    with _explained():
-                        dist.broadcast(moved, src=rank)
+                    dist.broadcast(moved, src=source)
                     piece.copy_(moved)
             else:
-                with _explained():
-                    dist.broadcast(rows, src=rank)
+                dist.broadcast(data, src=source)
 
     def everyone(self, value: Any) -> list[Any]:
         """What each rank has for `value`, in the order of ranks."""

@@ -85,7 +85,14 @@ def test_no_byte_depends_on_where_data_waits(
     plan = plan_of(source, replace(GPU, method=method, dtype=dtype))
     run(plan, tmp_path / "as planned")
     for number, placement in enumerate(
-        (Placement(6), Placement(1), Placement(4, True, True)), start=1
+        (
+            Placement(6),
+            Placement(1),
+            Placement(4, "host", "device", True),
+            Placement(5, "host", "host", True),
+            Placement(6, "disk", "disk", True),
+        ),
+        start=1,
     ):
         memory = replace(plan.memory, placement=placement)
         run(replace(plan, memory=memory), tmp_path / str(number))

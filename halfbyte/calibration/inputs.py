@@ -28,6 +28,7 @@ from halfbyte.calibration.routing import Routing
 from halfbyte.calibration.runner import LayerRunner, State
 from halfbyte.core import ExpertHessian, InputStats, Rung
 from halfbyte.errors import CalibrationError
+from halfbyte.formats.rows import Rows
 
 BLEND = 8
 """Tokens per input feature that the layer's mean counts for in a blended Hessian."""
@@ -56,12 +57,12 @@ def input_of(module: str) -> str:
     return f"{owner}.{_SHARED_INPUTS.get(leaf, leaf)}"
 
 
-def second_moment(inputs: torch.Tensor) -> torch.Tensor:
+def second_moment(inputs: torch.Tensor | Rows) -> torch.Tensor:
     """Sum of x xᵀ over the rows of `inputs` [n, K]; float32 [K, K] whatever the input's dtype."""
-    columns = inputs.shape[-1]
-    total = inputs.new_zeros(columns, columns, dtype=torch.float32)
+    columns = inputs.shape[1]
+    total = torch.zeros(columns, columns, device=inputs.device)
     # In slices: an expert that most tokens reach has as many rows as the calibration text.
-    for rows in inputs.reshape(-1, columns).split(MOMENT_TOKENS[inputs.device.type]):
+    for rows in inputs.split(MOMENT_TOKENS[inputs.device.type]):
         add_second_moment(total, rows)
     return total
 
@@ -113,7 +114,7 @@ def collect_linear_inputs(
     sums: dict[str, torch.Tensor] = {}
     tokens: dict[str, int] = {}
     held_out: dict[str, list[torch.Tensor]] = {}
-    stride = max(HELD_OUT_STRIDE, state.hidden[..., 0].numel() // HELD_OUT_TOKENS)
+    stride = max(HELD_OUT_STRIDE, state.hidden.shape[:2].numel() // HELD_OUT_TOKENS)
 
     def watch(key: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
         def see(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -164,9 +165,11 @@ class ExpertInputs:
         self._choice = choice
         self._affinity = affinity
         self._mean: torch.Tensor | None = None
-        tokens = torch.arange(len(routing.hidden), device=routing.hidden.device)
-        held = tokens[HELD_OUT_STRIDE - 1 :: HELD_OUT_STRIDE]
-        self._layer_held = held[evenly(HELD_OUT_TOKENS, len(held), held.device)]
+        device = routing.hidden.device
+        first = HELD_OUT_STRIDE - 1
+        self._all_held = torch.arange(len(routing.hidden), device=device)[first::HELD_OUT_STRIDE]
+        spread = evenly(HELD_OUT_TOKENS, len(self._all_held), device)
+        self._layer_held = self._all_held[spread]
 
     def tokens(self, expert: int) -> int:
         """How many tokens the router sends to an expert, those held out among them."""
@@ -241,9 +244,9 @@ class ExpertInputs:
     def _layer_mean(self) -> torch.Tensor:
         if self._mean is None:
             total = second_moment(self._hidden)
-            held = self._hidden[HELD_OUT_STRIDE - 1 :: HELD_OUT_STRIDE]
-            total -= second_moment(held)
-            self._mean = total / max(1, len(self._hidden) - len(held))
+            for held in self._all_held.split(MOMENT_TOKENS[total.device.type]):
+                total -= second_moment(self._hidden[held])
+            self._mean = total / max(1, len(self._hidden) - len(self._all_held))
         return self._mean
 
     def _sample(self, count: int) -> torch.Tensor:

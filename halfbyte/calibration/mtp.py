@@ -16,7 +16,8 @@ from halfbyte.calibration.runner import LayerRunner, State, batches
 def mtp_input(
     runner: LayerRunner, index: int, state: State, tokens: torch.Tensor, depth: int
 ) -> State:
-    """State before the decoder layer of MTP layer `index`, one position shorter than `state`.
+    """State before the decoder layer of MTP layer `index`, one position shorter than `state`, whose
+    place it takes.
 
     `tokens` int64 [sequences, length] are those the model was run on; `depth` 0 is the first MTP
     layer, which reads the final norm's output, deeper ones read the layer before them.
@@ -28,10 +29,10 @@ def mtp_input(
     enorm, hnorm = runner.norm(name + "enorm.weight"), runner.norm(name + "hnorm.weight")
     final_norm = runner.norm("model.norm.weight") if depth == 0 else torch.nn.Identity()
     count, length = state.hidden.shape[0], state.hidden.shape[1] - 1
-    out = runner.new_hidden(count, length, state.hidden.shape[2])
+    out = state.hidden.shrunk((count, length, state.hidden.shape[2]))
     for rows in batches(count, length):
         following = tokens[rows, depth + 1 : depth + 1 + length].to(runner.device)
         embedded = torch.nn.functional.embedding(following, table)
-        hidden = final_norm(state.hidden[rows, :length].to(runner.device))
+        hidden = final_norm(state.hidden[rows][:, :length])
         out[rows] = torch.cat([enorm(embedded), hnorm(hidden)], -1) @ eh_proj.T
     return State(out)

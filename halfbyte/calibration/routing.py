@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from halfbyte.calibration.limits import HELD_OUT_STRIDE
+from halfbyte.formats.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Dispatch:
 class Routing:
     """Input of a layer's routed experts and where each token goes."""
 
-    hidden: torch.Tensor
+    hidden: Rows
     """[tokens, hidden_size], compute dtype."""
     index: torch.Tensor
     """int64 [tokens, top_k]: the experts of a token, as the router returns them."""
@@ -76,16 +77,13 @@ class ExpertsTakenOut(nn.Module):
     def __init__(self, top_k: int) -> None:
         super().__init__()
         self._top_k = top_k
-        self._kept: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._kept: tuple[Rows, torch.Tensor, torch.Tensor] | None = None
         self._filled = 0
 
-    def expect(
-        self, tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        """Make room for `tokens` inputs of `hidden_size`."""
-        weight = torch.empty(tokens, self._top_k, dtype=torch.float32, device=device)
-        index = torch.empty_like(weight, dtype=torch.int64)
-        self._kept = (torch.empty(tokens, hidden_size, dtype=dtype, device=device), index, weight)
+    def expect(self, hidden: Rows) -> None:
+        """From now on put inputs into `hidden` [tokens, hidden_size], one behind the other."""
+        weight = torch.empty(len(hidden), self._top_k, dtype=torch.float32, device=hidden.device)
+        self._kept = (hidden, torch.empty_like(weight, dtype=torch.int64), weight)
         self._filled = 0
 
     def forward(
@@ -93,12 +91,12 @@ class ExpertsTakenOut(nn.Module):
     ) -> torch.Tensor:
         if self._kept is not None:
             rows = slice(self._filled, self._filled + len(hidden))
-            for kept, new in zip(self._kept, (hidden, index, weight), strict=True):
-                kept[rows] = new
+            inputs, experts, weights = self._kept
+            inputs[rows], experts[rows], weights[rows] = hidden, index, weight
             self._filled = rows.stop
         return torch.zeros_like(hidden)
 
-    def take(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def take(self) -> tuple[Rows, torch.Tensor, torch.Tensor]:
         """Hidden states [tokens, hidden_size]; expert indices, router weights [tokens, top_k]."""
         assert self._kept is not None
         kept, self._kept = self._kept, None

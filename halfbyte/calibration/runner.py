@@ -11,9 +11,9 @@ that the layers before (quantized or not) produced.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +23,9 @@ from halfbyte.calibration.architecture import Architecture
 from halfbyte.calibration.indexer import SlicedIndexer
 from halfbyte.calibration.limits import BATCH_TOKENS, EXPERT_TOKENS
 from halfbyte.calibration.routing import Dispatch, ExpertsTakenOut, Routing
-from halfbyte.core import StoredWeight
+from halfbyte.core import Placement, StoredWeight
 from halfbyte.errors import CalibrationError, CheckpointError
+from halfbyte.formats.rows import Rows, new_rows
 from halfbyte.formats.shards import ShardReader
 from halfbyte.kernels.reference import add_rows
 
@@ -35,9 +36,9 @@ EXPERT_LINEARS = ("gate_proj", "up_proj", "down_proj")
 class State:
     """What one layer hands to the next, for all calibration sequences."""
 
-    hidden: torch.Tensor
-    """[sequences, length, hidden_size], compute dtype; on the device, or in host memory."""
-    topk: torch.Tensor | None = None
+    hidden: Rows
+    """[sequences, length, hidden_size], compute dtype."""
+    topk: Rows | None = None
     """int32 [sequences, length, index_topk]: the tokens that sparse attention selected, for layers
     that share an indexer. None while every token is selected (length <= index_topk)."""
 
@@ -53,11 +54,14 @@ class LayerRunner:
         *,
         device: str,
         dtype: torch.dtype,
-        state_on_host: bool = False,
+        placement: Placement = Placement(1),  # noqa: B008
+        work: Path | None = None,
     ) -> None:
-        """With `state_on_host` hidden states stay in host memory while a GPU computes."""
+        """`placement` says where hidden states and experts' inputs lie; on the disk it is in the
+        folder `work`, which need not exist yet."""
         self.architecture = architecture
-        self._state_on_host = state_on_host and device != "cpu"
+        self._placement = placement
+        self._work = work
         self.device = torch.device(device)
         self.dtype = dtype
         self._weights = weights
@@ -76,17 +80,21 @@ class LayerRunner:
     def embed(self, tokens: torch.Tensor) -> State:
         """State before layer 0. `tokens` is int64 [sequences, length]."""
         table = self.read(self.architecture.prefix + "model.embed_tokens.weight")
-        state = State(self.new_hidden(tokens.shape[0], tokens.shape[1], table.shape[1]))
+        state = State(self.new_states((*tokens.shape, table.shape[1])))
         for rows in batches(*tokens.shape):
             state.hidden[rows] = nn.functional.embedding(tokens[rows].to(self.device), table)
         return state
 
-    def new_hidden(self, sequences: int, length: int, width: int) -> torch.Tensor:
-        """Room for hidden states [sequences, length, width], where they are to be kept."""
-        shape = (sequences, length, width)
-        if self._state_on_host:
-            return page_locked(torch.empty(shape, dtype=self.dtype))
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+    def new_states(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> Rows:
+        """Room for what layers hand on [sequences, length, width], in the compute dtype if no other
+        is given."""
+        place = self._placement.states
+        return new_rows(place, shape, dtype or self.dtype, self.device, self._work)
+
+    def new_inputs(self, tokens: int, width: int) -> Rows:
+        """Room for the input of a layer's routed experts [tokens, width]."""
+        place = self._placement.inputs
+        return new_rows(place, (tokens, width), self.dtype, self.device, self._work)
 
     def norm(self, name: str) -> nn.Module:
         """An RMSNorm of the model, by the name of its weight without the prefix."""
@@ -162,27 +170,28 @@ class LayerRunner:
         position = torch.arange(length, device=self.device)[None]
         always = {
             "position_ids": position,
-            "position_embeddings": self._rotary(state.hidden[:1].to(self.device), position),
+            "position_embeddings": self._rotary(state.hidden[:1], position),
         }
         experts = getattr(layer.mlp, "experts", None)
         if experts is not None and keep:
-            tokens = state.hidden.shape[0] * length
-            experts.expect(tokens, state.hidden.shape[-1], self.dtype, self.device)
+            experts.expect(self.new_inputs(len(state.hidden) * length, state.hidden.shape[2]))
         sparse = self.architecture.index_topk is not None
-        selected = []
+        selected = state.topk
         for rows in batches(*state.hidden.shape[:2]):
             arguments = self._sparse_arguments(layer, state, rows) if sparse else {}
-            out = layer(state.hidden[rows].to(self.device), **always, **arguments)
+            out = layer(state.hidden[rows], **always, **arguments)
             if sparse:
                 out, chosen = out
-                if chosen.shape[-1] < length:
-                    selected.append(chosen.to(state.hidden.device))
+                if keep and chosen.shape[-1] < length:
+                    if selected is None:
+                        shape = (len(state.hidden), length, chosen.shape[-1])
+                        selected = self.new_states(shape, torch.int32)
+                    selected[rows] = chosen
             if keep:
                 state.hidden[rows] = out
         if not keep:
             return None
-        if selected:
-            state.topk = torch.cat(selected)
+        state.topk = selected
         if experts is None:
             return None
         hidden, index, weight = experts.take()
@@ -197,7 +206,7 @@ class LayerRunner:
         assert topk is not None
         mask = torch.ones(length, length, dtype=torch.bool, device=self.device).tril()
         if state.topk is not None:
-            chosen = state.topk[rows].to(self.device)
+            chosen = state.topk[rows]
         else:
             every = torch.arange(length, dtype=torch.int32, device=self.device)
             chosen = every.expand(_count(rows), length, length)
@@ -251,26 +260,15 @@ class LayerRunner:
         """Move `state` through layer `index` as the checkpoint holds it, experts one at a time."""
         routing = self.forward(self.load_layer(index), state)
         if routing is not None:
-            flat, dispatch = state.hidden.flatten(0, 1), routing.dispatch()
+            whole, inputs, dispatch = state.hidden[:], routing.hidden[:], routing.dispatch()
             for expert in range(routing.experts):
                 if dispatch.tokens(expert):
                     stored = self.load_expert(index, expert)
                     both = torch.cat([stored["gate_proj"], stored["up_proj"]])
                     weights = {"gate_up": both, "down": stored["down_proj"]}
-                    self.add_expert(flat, routing.hidden, dispatch, expert, weights)
+                    self.add_expert(whole.flatten(0, 1), inputs, dispatch, expert, weights)
+            state.hidden[:] = whole
         check_finite(state.hidden, f"layer {index}")
-
-
-def page_locked(tensor: torch.Tensor) -> torch.Tensor:
-    """Lock the pages of a large host tensor for as long as it lives, so that a GPU copies faster.
-
-    torch's own page-locked memory comes in powers of two: 13 GB would take 17.
-    """
-    runtime = torch.cuda.cudart()
-    place = tensor.data_ptr()
-    if int(runtime.cudaHostRegister(place, tensor.nbytes, 0)) == 0:
-        weakref.finalize(tensor, runtime.cudaHostUnregister, place)
-    return tensor
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -297,12 +295,14 @@ def _count(rows: slice) -> int:
     return int(rows.stop - rows.start)
 
 
-def check_finite(hidden: torch.Tensor, where: str) -> None:
-    """Raises CalibrationError when an activation is NaN or infinite."""
+def check_finite(hidden: Rows, where: str) -> None:
+    """Raises CalibrationError when an activation [sequences, length, width] is NaN or infinite."""
     # The extremes carry NaN and infinity, and need no memory of the size of the states.
-    if hidden.numel() and not bool(torch.isfinite(torch.stack(hidden.aminmax())).all()):
-        bad = int((~torch.isfinite(hidden)).sum())
+    parts = list(batches(*hidden.shape[:2]))
+    extremes = [extreme for rows in parts for extreme in hidden[rows].aminmax()]
+    if extremes and not bool(torch.isfinite(torch.stack(extremes)).all()):
+        bad = sum(int((~torch.isfinite(hidden[rows])).sum()) for rows in parts)
         raise CalibrationError(
-            f"{bad} of {hidden.numel()} activations after {where} are NaN or infinite",
+            f"{bad} of {hidden.shape.numel()} activations after {where} are NaN or infinite",
             hint="compute in float32: --dtype float32",
         )

@@ -99,13 +99,17 @@ MaxGpuMemory = Annotated[
         "--max-gpu-memory",
         metavar="SIZE",
         parser=_parse_size,
-        help="Keep GPU memory below this, as 24GiB: fewer experts at once, states on the host.",
+        help="Keep GPU memory below this, as 24GiB: fewer experts at once, hidden states in host"
+        " memory or on the disk.",
     ),
 ]
 MaxHostMemory = Annotated[
     int | None,
     typer.Option(
-        "--max-host-memory", metavar="SIZE", parser=_parse_size, help="The same for the host."
+        "--max-host-memory",
+        metavar="SIZE",
+        parser=_parse_size,
+        help="The same for the host: hidden states on the disk, in the output folder.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]

@@ -114,6 +114,12 @@ def plan_summary(plan: Plan) -> list[str]:
         peak += f", GPU {format_gib(memory.gpu)}"
     if memory.ranks > 1:
         peak += f" in each of {memory.ranks} processes"
+    places = {
+        "hidden states": memory.placement.states,
+        "experts' inputs": memory.placement.inputs,
+    }
+    if on_disk := [what for what, place in places.items() if place == "disk"]:
+        peak += f"; {' and '.join(on_disk)} on the disk"
     return [
         f"source       {plan.checkpoint.path} ({plan.checkpoint.model_type})",
         f"recipe       {plan.recipe.name}: {plan.recipe.description}",

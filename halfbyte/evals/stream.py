@@ -20,6 +20,7 @@ from halfbyte.core import Checkpoint
 from halfbyte.errors import EvaluationError
 from halfbyte.evals.report import Divergence, TextMetrics, checkpoint_fingerprint
 from halfbyte.formats.checkpoint import open_checkpoint
+from halfbyte.formats.rows import Rows
 from halfbyte.formats.shards import ShardReader
 from halfbyte.formats.weights import logical_weights
 from halfbyte.progress import Progress, SilentProgress
@@ -90,7 +91,7 @@ def evaluate_text(
 class _Final:
     """What a model makes of all windows, up to its last norm and its head."""
 
-    hidden: torch.Tensor
+    hidden: Rows
     """[sequences, length, hidden_size] after the last layer."""
     norm: torch.nn.Module
     head: torch.Tensor
@@ -98,7 +99,7 @@ class _Final:
 
     def log_probabilities(self, sequences: slice) -> torch.Tensor:
         """Of each next token, float32 [n, vocabulary], all positions of a window but its last."""
-        hidden = self.norm(self.hidden[sequences, :-1]).flatten(0, 1)
+        hidden = self.norm(self.hidden[sequences][:, :-1]).flatten(0, 1)
         return torch.log_softmax((hidden @ self.head.T).float(), -1)
 
 

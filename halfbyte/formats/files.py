@@ -53,6 +53,24 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def read_at(descriptor: int, begin: int, buffer: memoryview) -> None:
+    """Fill `buffer` with the bytes of a file from `begin` on. Raises EOFError when it is too short,
+    OSError."""
+    done = 0
+    while done < len(buffer):  # the kernel returns at most 2 GiB a call
+        count = os.preadv(descriptor, [buffer[done:]], begin + done)
+        if count == 0:
+            raise EOFError(f"it ends at byte {os.fstat(descriptor).st_size}")
+        done += count
+
+
+def write_at(descriptor: int, begin: int, data: memoryview) -> None:
+    """Write all of `data` into a file from byte `begin` on. Raises OSError."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], begin + done)
+
+
 class PrefixHash:
     """SHA-256 of a growing prefix of a file, each byte hashed once."""
 
@@ -107,9 +125,7 @@ class GrowingFile:
             hashed = self._hasher.submit(self._prefix.feed, begin, data)
         else:
             self._prefix.feed(begin, data)
-        done = 0
-        while done < len(data):
-            done += os.pwrite(self._descriptor, data[done:], begin + done)
+        write_at(self._descriptor, begin, data)
         self._unsent += len(data)
         if self._unsent >= WRITEBACK:
             start_writeback(self._descriptor)

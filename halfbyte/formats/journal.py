@@ -1,9 +1,10 @@
-"""The journal of a run: one JSON line per committed unit, so that a killed run can go on.
+"""The journal of a run: what is finished, in JSON lines, so that a killed run can go on.
 
-A line is appended and fsynced only after all that it speaks of is on the disk. A line that a
-crash cut in half is the last one: nobody reads it, and who appends next drops it. Hashes are of
-shard prefixes: a shard's units are written in order, so a unit's line pins every byte of its
-shards up to its own end.
+A line holds the units that became final together, as a rule one. It is appended and fsynced only
+after all that it speaks of is on the disk. A line that a crash cut in half is the last one: nobody
+reads it, and who appends next drops it. So the journal always ends where a run can go on. Hashes
+are of shard prefixes: a shard's units are written in order, so a unit's hashes pin every byte of
+its shards up to its own end.
 
 Several processes may share a journal. The file is the truth: each appends under a lock and reads
 what the others appended.
@@ -15,7 +16,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any, BinaryIO
 from halfbyte.errors import ResumeError
 from halfbyte.formats.files import sync_folder
 
-JOURNAL_VERSION = 2
+JOURNAL_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class Journal:
             if header["journal"] != JOURNAL_VERSION:
                 raise KeyError
             self.identity: Mapping[str, Any] = header["identity"]
-            self._commits += map(_commit, entries)
+            self._commits += _commits(entries)
 
     @classmethod
     def create(cls, path: Path, identity: Mapping[str, Any]) -> Journal:
@@ -65,11 +66,12 @@ class Journal:
     def commits(self) -> Sequence[Commit]:
         """What is committed by now, by whichever process. Raises ResumeError when damaged."""
         with self._intact():
-            self._commits += map(_commit, self._new_lines())
+            self._commits += _commits(self._new_lines())
         return self._commits
 
-    def append(self, commit: Commit) -> None:
-        _append(self.path, asdict(commit))
+    def append(self, commits: Sequence[Commit]) -> None:
+        """Make these units final, all or none of them."""
+        _append(self.path, {"units": [asdict(commit) for commit in commits]})
 
     def _new_lines(self) -> list[Any]:
         """The records of all lines that were finished since the last call."""
@@ -90,9 +92,16 @@ class Journal:
             ) from error
 
 
-def _commit(line: Any) -> Commit:
-    shards = {file: (int(end), str(digest)) for file, (end, digest) in line["shards"].items()}
-    return Commit(line["unit"], shards, line["record"])
+def _commits(lines: Iterable[Any]) -> list[Commit]:
+    return [
+        Commit(
+            unit["unit"],
+            {file: (int(end), str(digest)) for file, (end, digest) in unit["shards"].items()},
+            unit["record"],
+        )
+        for line in lines
+        for unit in line["units"]
+    ]
 
 
 def _append(path: Path, record: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from halfbyte.core import Checkpoint, StoredWeight, TensorInfo
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import int4
 from halfbyte.formats.budgets import PIECE, READ_AHEAD, budget
+from halfbyte.formats.files import read_at
 from halfbyte.formats.readahead import ByteRange, ReadAhead
 from halfbyte.kernels.reference import dequantize_fp8, dequantize_int4
 
@@ -177,7 +178,7 @@ class ShardReader:
 
     def _fill(self, wanted: ByteRange, buffer: memoryview) -> None:
         shard = self._shard(wanted.shard)  # held, so that it stays open
-        _fill(buffer, shard.fd, wanted.begin)
+        read_at(shard.fd, wanted.begin, buffer)
 
     def _shard(self, name: str) -> _OpenShard:
         with self._lock:
@@ -212,16 +213,6 @@ def row_slices(info: TensorInfo, nbytes: int = PIECE) -> Iterator[tuple[int, int
     step = max(1, nbytes * info.shape[0] // info.nbytes)
     for start in range(0, info.shape[0], step):
         yield start, min(start + step, info.shape[0])
-
-
-def _fill(buffer: memoryview, fd: int, offset: int) -> None:
-    """Fill `buffer` from `offset`; the kernel returns at most 2 GiB a call."""
-    done = 0
-    while done < len(buffer):
-        count = os.preadv(fd, [buffer[done:]], offset + done)
-        if count == 0:
-            raise EOFError(f"it ends at byte {os.fstat(fd).st_size}")
-        done += count
 
 
 def require_finite(

@@ -119,11 +119,11 @@ def explained(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def dtype_name(tensor: torch.Tensor) -> str:
-    """dtype of a tensor in the spelling of safetensors."""
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype in the spelling of safetensors."""
     from halfbyte.formats.shards import TORCH_DTYPES
 
-    return next(name for name, dtype in TORCH_DTYPES.items() if dtype == tensor.dtype)
+    return next(name for name, known in TORCH_DTYPES.items() if known == dtype)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,13 +18,15 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfbyte.core import OutputTensor, Plan, ShardLayout, Unit
 from halfbyte.errors import OutputError, ResumeError
-from halfbyte.formats.budgets import WRITE_BEHIND, budget
+from halfbyte.formats.budgets import PIECE, WRITE_BEHIND, budget
 from halfbyte.formats.files import copy_atomic, sync_folder, write_atomic
 from halfbyte.formats.folder import (
     CONFIG_FILE,
@@ -39,6 +41,21 @@ from halfbyte.formats.writebehind import Target, WriteBehind, dtype_name, explai
 
 if TYPE_CHECKING:
     import torch
+
+    from halfbyte.formats.rows import Rows
+
+
+@dataclass(slots=True)
+class SavedState:
+    """A file of the work folder that is being written, or was."""
+
+    target: Target
+    begun: float
+    """When the caller began to hand it over, by `time.monotonic`."""
+    sha256: str | None = None
+    """None until it is durable."""
+    seconds: float | None = None
+    """What writing it took, from its first byte until it was durable; None until then."""
 
 
 class CheckpointWriter:
@@ -73,8 +90,12 @@ class CheckpointWriter:
         self._targets = {
             shard.file: Target(folder / (shard.file + ".partial"), shard) for shard in plan.shards
         }
-        self._state: Target | None = None
-        """What `save` wrote and no commit has named yet."""
+        self.saved: SavedState | None = None
+        """What `save` stored last."""
+        self._state: SavedState | None = None
+        """The same until a commit names it."""
+        self._held: list[tuple[Commit, Sequence[str]]] = []
+        """Units that become final with the next one, and the shards that are full with them."""
         own = plan.units if units is None else units
         self._own = {self._place[o.name][0].file for u in own for t in u.tensors for o in t.outputs}
         """The shards that this process writes."""
@@ -123,7 +144,7 @@ class CheckpointWriter:
         if expected is None or begin != (written or 0) or (written is not None and not begin):
             raise AssertionError(f"{name} is {'written twice' if expected else 'not planned'}")
         shape = (end - begin, *expected.shape[1:]) if rows else expected.shape
-        dtype = dtype_name(tensor)
+        dtype = dtype_name(tensor.dtype)
         if (dtype, tuple(tensor.shape)) != (expected.dtype, shape):
             raise AssertionError(
                 f"{name} is {dtype} {list(tensor.shape)}, planned {expected.dtype} {list(shape)}"
@@ -133,20 +154,40 @@ class CheckpointWriter:
         self._behind.put(self._targets[shard.file], place, tensor)
         self._rows[name] = end
 
-    def save(self, file: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    def save(self, file: str, tensors: Mapping[str, Rows]) -> None:
         """Store tensors as a safetensors file of the work folder.
 
         The next commit names it, under `state` in its record, with `file` and `sha256`, and removes
         the one before it. The tensors may be changed afterwards.
         """
-        outputs = [OutputTensor(n, dtype_name(t), tuple(t.shape)) for n, t in tensors.items()]
-        self._state = Target(self.work / file, file_layout(file, outputs))
-        for name, tensor in tensors.items():
-            place, _ = self._state.layout.offsets[name]
-            self._behind.put(self._state, place, tensor, borrowed=True)
+        outputs = [OutputTensor(n, dtype_name(t.dtype), t.shape) for n, t in tensors.items()]
+        state = SavedState(Target(self.work / file, file_layout(file, outputs)), time.monotonic())
+        self.saved = self._state = state
+        started = 0.0
 
-    def commit(self, unit: Unit, record: Mapping[str, Any]) -> None:
-        """Make a whole unit durable. Every planned tensor of it must have been written."""
+        def start() -> None:
+            nonlocal started
+            started = time.monotonic()
+
+        def finish() -> None:
+            state.sha256 = self._behind.sync(state.target, state.target.layout.nbytes)
+            self._behind.release(state.target)
+            state.seconds = time.monotonic() - started
+
+        self._behind.submit(start)
+        for name, tensor in tensors.items():
+            place, _ = state.target.layout.offsets[name]
+            for piece in tensor.split(max(1, PIECE // max(1, tensor.row_bytes))):
+                self._behind.put(state.target, place, piece, borrowed=True)
+                place += piece.nbytes
+        self._behind.submit(finish)
+
+    def commit(self, unit: Unit, record: Mapping[str, Any], *, hold: bool = False) -> None:
+        """Make a whole unit durable. Every planned tensor of it must have been written.
+
+        With `hold` the run could not go on behind this unit: it becomes final, and part of
+        `commits`, together with the next one that is not held.
+        """
         names = [o.name for t in unit.tensors for o in t.outputs]
         if missing := [name for name in names if not self._is_whole(name)]:
             raise AssertionError(f"{unit.name} lacks {len(missing)} tensors, first {missing[0]}")
@@ -156,7 +197,7 @@ class CheckpointWriter:
             ends[shard.file] = (shard, max(end, ends.get(shard.file, (shard, 0))[1]))
             del self._rows[name]
         state, self._state = self._state, None
-        self._behind.submit(lambda: self._make_durable(unit.name, record, ends, state))
+        self._behind.submit(lambda: self._make_durable(unit.name, record, ends, state, hold))
 
     def finish(self, config: Mapping[str, Any], report: Mapping[str, Any]) -> None:
         """Write side files, report, index and, last, `config.json`; then drop the work folder.
@@ -217,7 +258,8 @@ class CheckpointWriter:
         unit: str,
         record: Mapping[str, Any],
         ends: Mapping[str, tuple[ShardLayout, int]],
-        state: Target | None,
+        state: SavedState | None,
+        hold: bool,
     ) -> None:
         digests = {
             file: (end, self._behind.sync(self._targets[file], end))
@@ -225,16 +267,19 @@ class CheckpointWriter:
         }
         saved = None
         if state is not None:
-            digest = self._behind.sync(state, state.layout.nbytes)
-            self._behind.release(state)
-            saved = {"file": state.path.name, "sha256": digest}
-        self._journal.append(Commit(unit, digests, {**record, "state": saved}))
-        for file, (shard, end) in ends.items():
-            if end == shard.nbytes:
+            saved = {"file": state.target.path.name, "sha256": state.sha256}
+        full = [file for file, (shard, end) in ends.items() if end == shard.nbytes]
+        self._held.append((Commit(unit, digests, {**record, "state": saved}), full))
+        if hold:
+            return
+        self._journal.append([commit for commit, _ in self._held])
+        for _, files in self._held:
+            for file in files:
                 self._complete(file)
+        self._held.clear()
         if state is not None:
             for stale in self.work.glob("state-*.safetensors"):
-                if stale.name != state.path.name:
+                if stale != state.target.path:
                     stale.unlink()
 
     def _complete(self, file: str) -> None:

@@ -21,14 +21,19 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from halfbyte.calibration.families import is_routed_expert
 from halfbyte.calibration.inputs import collect_linear_inputs, input_of
 from halfbyte.calibration.mtp import mtp_input
 from halfbyte.calibration.routing import Routing
-from halfbyte.calibration.runner import LayerRunner, State, check_finite, expert_batches
+from halfbyte.calibration.runner import (
+    LayerRunner,
+    State,
+    batches,
+    check_finite,
+    expert_batches,
+)
 from halfbyte.core import (
     InputStats,
     LinearReport,
@@ -39,13 +44,19 @@ from halfbyte.core import (
 )
 from halfbyte.errors import ResumeError
 from halfbyte.formats import int4
+from halfbyte.formats.checkpoint import read_header
 from halfbyte.formats.files import file_sha256
+from halfbyte.formats.rows import InMemory, OnDisk, Rows
+from halfbyte.formats.shards import TORCH_DTYPES
 from halfbyte.quantize.experts import Emit, ExpertQuantizer
 from halfbyte.quantize.phases import Phases
 from halfbyte.quantize.readers import ScalableInput, scalable_inputs
 from halfbyte.quantize.smoothing import ScaleSearch, Smoothing
 from halfbyte.quantize.solver import collected, report_of, solve
 from halfbyte.ranks import Ranks
+
+EXCHANGED_BYTES = 1 << 28
+"""Of hidden states that ranks send at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +123,7 @@ class LayerQuantizer:
         reports.sort(key=lambda report: place[report.name])
         return LayerResult(tuple(reports), search.smoothing)
 
-    def tensors(self) -> Mapping[str, torch.Tensor]:
+    def tensors(self) -> Mapping[str, Rows]:
         """The state of all ranks by name, as `load` takes it up again. It changes with the next
         layer."""
         whole = self._whole_state()
@@ -126,26 +137,32 @@ class LayerQuantizer:
         assert self.state is not None
         if self.ranks.count == 1:
             return self.state
-        topk = self.state.topk
-        some = any(self.ranks.everyone(topk is not None))
-        if some and topk is None:  # a rank without sequences selected nothing
+        own, new = self.state, self.runner.new_states
+        shape = (len(self.tokens), *own.hidden.shape[1:])
+        whole = State(new(shape))
+        self._complete(whole.hidden, own.hidden, self._sequences)
+        if any(self.ranks.everyone(own.topk is not None)):
             width = self.runner.architecture.index_topk
             assert width is not None
-            topk = self.state.hidden.new_empty(
-                *self.state.hidden.shape[:2], width, dtype=torch.int32
-            )
-        return State(
-            self._completed(self.state.hidden, self._sequences),
-            None if topk is None else self._completed(topk, self._sequences),
-        )
-
-    def _completed(self, own: torch.Tensor, shares: Sequence[range]) -> torch.Tensor:
-        """All ranks' rows, of which this one has its share."""
-        whole = own.new_empty(max(share.stop for share in shares), *own.shape[1:])
-        share = shares[self.ranks.rank]
-        whole[share.start : share.stop] = own
-        self.ranks.complete(whole, shares)
+            whole.topk = new((*shape[:2], width), torch.int32)
+            # A rank without sequences selected nothing, and has nothing to give.
+            given = whole.topk if own.topk is None else own.topk
+            self._complete(whole.topk, given, self._sequences)
         return whole
+
+    def _complete(self, whole: Rows, own: Rows, shares: Sequence[range]) -> None:
+        """Put all ranks' rows into `whole`; this one's are `own`."""
+        step = max(1, EXCHANGED_BYTES // max(1, whole.row_bytes))
+        for rank, share in enumerate(shares):
+            for start in range(share.start, share.stop, step):
+                rows = slice(start, min(start + step, share.stop))
+                if rank == self.ranks.rank:
+                    piece = own[rows.start - share.start : rows.stop - share.start]
+                else:
+                    shape = (rows.stop - rows.start, *whole.shape[1:])
+                    piece = torch.empty(shape, dtype=whole.dtype, device=whole.device)
+                self.ranks.broadcast(piece, rank)
+                whole[rows] = piece
 
     def _everywhere(self, routing: Routing) -> Routing:
         """The routing of the tokens of all ranks, in their order."""
@@ -154,12 +171,15 @@ class LayerQuantizer:
         assert self.state is not None
         length = self.state.hidden.shape[1]
         shares = [range(s.start * length, s.stop * length) for s in self._sequences]
-        return Routing(
-            self._completed(routing.hidden, shares),
-            self._completed(routing.index, shares),
-            self._completed(routing.weight, shares),
-            routing.experts,
+        tokens = len(self.tokens) * length
+        hidden = self.runner.new_inputs(tokens, routing.hidden.shape[1])
+        self._complete(hidden, routing.hidden, shares)
+        index, weight = (
+            own.new_empty(tokens, own.shape[1]) for own in (routing.index, routing.weight)
         )
+        self._complete(InMemory(index), InMemory(routing.index), shares)
+        self._complete(InMemory(weight), InMemory(routing.weight), shares)
+        return Routing(hidden, index, weight, routing.experts)
 
     def load(self, path: Path, digest: str) -> None:
         """Take up the state that `tensors` gave. Raises ResumeError when it is not that."""
@@ -168,12 +188,18 @@ class LayerQuantizer:
                 f"the calibration state {path} is missing or damaged",
                 hint="start again with --overwrite",
             )
-        tensors = load_file(path)
-        stored = tensors["hidden"][self._own]
-        hidden = self.runner.new_hidden(*stored.shape)
-        hidden.copy_(stored)
-        topk = tensors.get("topk")
-        self.state = State(hidden, None if topk is None else topk[self._own].to(hidden.device))
+        header, _ = read_header(path)
+        loaded = {}
+        with path.open("rb") as file:
+            for name, info in header.items():
+                dtype, device = TORCH_DTYPES[info.dtype], self.runner.device
+                stored = OnDisk(file, path.parent, info.shape, dtype, device, info.begin)
+                first, count = self._own.start, self._own.stop - self._own.start
+                own = self.runner.new_states((count, *info.shape[1:]), dtype)
+                for rows in batches(*own.shape[:2]):
+                    own[rows] = stored[first + rows.start : first + rows.stop]
+                loaded[name] = own
+        self.state = State(loaded["hidden"], loaded.get("topk"))
 
     def _scale_search(self, unit: Unit, planned: Mapping[str, TensorPlan]) -> ScaleSearch:
         """For the inputs of a layer that may be scaled: none under methods that do not."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from halfbyte.calibration.inputs import ExpertInputs, second_moment
+from halfbyte.calibration.limits import BATCH_TOKENS
 from halfbyte.calibration.routing import Routing
 from halfbyte.calibration.runner import LayerRunner, State, expert_batches
 from halfbyte.core import LinearReport, Placement, Settings, TensorPlan
@@ -194,20 +195,16 @@ class ExpertQuantizer:
 
         The state's first sequence is number `first_sequence` of those in `routing`.
         """
-        sequences, length, width = state.hidden.shape
-        hidden, runner = state.hidden.view(-1, width), self.runner
-        before = first_sequence * length
+        sequences, length, _ = state.hidden.shape
         for batch in expert_batches(sequences, length):
-            own = slice(batch.start * length, batch.stop * length)
-            tokens = slice(before + own.start, before + own.stop)
-            dispatch = routing.dispatch(tokens.start, tokens.stop)
-            part = hidden[own].to(runner.device)
+            start, stop = (length * (first_sequence + n) for n in (batch.start, batch.stop))
+            dispatch = routing.dispatch(start, stop)
+            part, inputs = state.hidden[batch], routing.hidden[start:stop]
             for expert, stacks in enumerate(experts):
                 if dispatch.tokens(expert):
                     weights = {name: self._decoded(stack) for name, stack in stacks.items()}
-                    runner.add_expert(part, routing.hidden[tokens], dispatch, expert, weights)
-            if part.device != hidden.device:
-                hidden[own] = part
+                    self.runner.add_expert(part.flatten(0, 1), inputs, dispatch, expert, weights)
+            state.hidden[batch] = part
 
     def _decoded(self, stack: Stored) -> torch.Tensor:
         device = self.runner.device
@@ -234,7 +231,9 @@ def _scale_experts_input(routing: Routing, prefix: str, search: ScaleSearch) -> 
     loads = [dispatch.tokens(expert) / tokens for expert in range(routing.experts)]
     search.experts_input(second_moment(routing.hidden) / tokens, loads)
     if (columns := search.smoothing.columns(f"{prefix}0.gate_proj")) is not None:
-        routing.hidden.div_(columns.to(routing.hidden))
+        for rows in routing.hidden.slices(BATCH_TOKENS):
+            values = routing.hidden[rows]
+            routing.hidden[rows] = values / columns.to(values)
 
 
 def _emit_rows(

@@ -22,6 +22,7 @@ from halfbyte.calibration.limits import (
 from halfbyte.core import (
     MemoryBudget,
     MemoryEstimate,
+    Place,
     Placement,
     Settings,
     TensorPlan,
@@ -42,6 +43,21 @@ BATCH_ELEMENTS = {"cpu": 0, "cuda": 1 << 27}
 """Elements of linears that are rounded together; one linear may have more."""
 ALLOCATOR = 1.2
 """What the allocator keeps beyond what is asked for."""
+PLACES: Mapping[str, Sequence[Sequence[tuple[Place, Place, bool]]]] = {
+    "cpu": (
+        (("device", "device", False),),
+        (("disk", "device", False),),
+        (("disk", "disk", False),),
+    ),
+    "cuda": (
+        (("device", "device", False), ("host", "device", False), ("host", "device", True)),
+        (("host", "host", True),),
+        (("disk", "device", False), ("disk", "device", True)),
+        (("disk", "disk", False), ("disk", "disk", True)),
+    ),
+}
+"""Where hidden states and experts' inputs lie, and whether quantized experts wait on the host: the
+fastest first, in groups between which even a batch of one expert costs less than the next group."""
 
 
 def calibrates(settings: Settings) -> bool:
@@ -63,6 +79,21 @@ def state_bytes(settings: Settings, model: Mapping[str, Any]) -> int:
     topk = config_count(model, "index_topk")
     selected = 4 * _tokens(settings) * topk if topk < settings.sequence_length else 0
     return hidden_bytes(settings, model) + selected
+
+
+def disk_bytes(
+    settings: Settings, model: Mapping[str, Any], placement: Placement, ranks: int = 1
+) -> int:
+    """What a run takes on the disk besides its result: the states for `--resume`, that of a layer
+    beside the one before it, and what has no room in the memory of the `ranks`: the whole for each
+    and, while they exchange, the parts."""
+    copies = 1 if ranks == 1 else ranks + 1
+    states = [2 * state_bytes(settings, model)]
+    if placement.states == "disk":
+        states.append(copies * state_bytes(settings, model))
+    if placement.inputs == "disk":
+        states.append(copies * hidden_bytes(settings, model))
+    return sum(states)
 
 
 def estimate_memory(
@@ -97,32 +128,43 @@ def estimate_memory(
     hidden, waiting = hidden_bytes(settings, model), _quantized_experts(model)
     # What is of a rank's own sequences and experts; plain linears are measured by all for all.
     own = replace(settings, samples=_own_sequences(settings, ranks))
-    own_hidden = hidden_bytes(own, model)
     own_experts = _own_experts(model, ranks)
     own_waiting = waiting * own_experts // max(1, config_count(model, "n_routed_experts"))
+    own_hidden, own_states = hidden_bytes(own, model), state_bytes(own, model)
 
     def exchanged(whole: int, part: int) -> int:
         """A rank has its part beside the whole while they exchange."""
         return whole if ranks == 1 else whole + part
 
+    all_hidden = exchanged(hidden, own_hidden)
+    all_states = exchanged(state_bytes(settings, model), own_states)
+
     def with_placement(placement: Placement) -> MemoryEstimate:
-        state = 0 if placement.state_on_host else own_hidden
-        measured = exchanged(hidden, own_hidden) if hessians else own_hidden
+        state = own_states if placement.states == "device" else 0
+        measured = all_states if hessians and placement.states == "device" else state
+        on_device = placement.inputs == "device"
         forward = {
-            "hidden states": 0 if placement.state_on_host else measured,
-            "experts' input": own_hidden,
+            "hidden states": measured,
+            "experts' input": own_hidden if on_device else 0,
+            "routing": _routing(own, model),
             "plain weights of a layer": plain,
             "activations of a batch": _activations(own, model),
             "Hessians of plain linears": hessians,
         }
-        exchange = {"hidden states": state, "experts' input": exchanged(hidden, own_hidden)}
-        activations = _expert_activations(settings, model, state_on_host=placement.state_on_host)
+        exchange = {
+            "hidden states": state,
+            "experts' input": all_hidden if on_device else 0,
+            "routing": exchanged(_routing(settings, model), _routing(own, model)),
+        }
         experts = {
             "hidden states": state,
-            "experts' input": hidden,
+            "experts' input": hidden if on_device else 0,
+            "routing": _routing(settings, model),
             "quantized experts": 0 if placement.experts_on_host else own_waiting,
             "experts in work": placement.experts_at_once * _expert_bytes(model),
-            "activations of an expert": activations,
+            "activations of an expert": _expert_activations(
+                settings, model, copies=[placement.states, placement.inputs]
+            ),
         }
         waits = 0 if placement.experts_on_host else exchanged(waiting, own_waiting)
         passing = experts | {"quantized experts": waits}
@@ -138,9 +180,8 @@ def estimate_memory(
             host = max(sum(detail.values()), sum(libraries.values()) + conversion)
             return MemoryEstimate(host, 0, detail, placement, ranks)
         on_host = libraries | {
-            "hidden states in host memory": exchanged(hidden, own_hidden)
-            if placement.state_on_host
-            else 0,
+            "hidden states in host memory": all_states if placement.states == "host" else 0,
+            "experts' input in host memory": all_hidden if placement.inputs == "host" else 0,
             # Small buffers of page-locked memory are rounded up to a power of two.
             "experts in host memory": exchanged(waiting, own_waiting) * 4 // 3
             if placement.experts_on_host
@@ -150,21 +191,25 @@ def estimate_memory(
         return MemoryEstimate(sum(on_host.values()), gpu, on_host | phase, placement, ranks)
 
     most = min(_experts_at_once(model, settings.device), own_experts)
-    places = ((False, False), (True, False), (True, True)) if on_gpu else ((False, False),)
     return _within(
         budget,
         (
-            with_placement(Placement(count, *on_host))
-            for on_host in places
+            with_placement(Placement(count, *places))
+            for group in PLACES["cuda" if on_gpu else "cpu"]
             # Small batches leave a GPU idle: below half of the best, moving data costs less.
-            for count in range(most, 0 if on_host == places[-1] else most // 2, -1)
+            for counts, order in (
+                (range(most, most // 2, -1), group),
+                (range(most // 2, 0, -1), group[::-1]),
+            )
+            for places in order
+            for count in counts
         ),
     )
 
 
 def _within(budget: MemoryBudget, estimates: Iterable[MemoryEstimate]) -> MemoryEstimate:
     """The first that keeps within the budget."""
-    least: MemoryEstimate | None = None
+    least: list[tuple[str, int, int]] = []
     for estimate in estimates:
         over = [
             (option, limit, needed)
@@ -176,12 +221,11 @@ def _within(budget: MemoryBudget, estimates: Iterable[MemoryEstimate]) -> Memory
         ]
         if not over:
             return estimate
-        least = estimate
-    assert least is not None
+        least = min(least or over, over, key=lambda o: sum(n - limit for _, limit, n in o))
     raise UsageError(
         "; ".join(
             f"{option} {format_gib(limit)} is too little, the run needs {format_gib(needed)}"
-            for option, limit, needed in over
+            for option, limit, needed in least
         ),
         hint="raise it, or calibrate on less: --samples, --sequence-length",
     )
@@ -270,20 +314,26 @@ def _quantized_experts(model: Mapping[str, Any]) -> int:
     return int(3 * hidden * inner * config_count(model, "n_routed_experts") * per_weight)
 
 
+def _routing(settings: Settings, model: Mapping[str, Any]) -> int:
+    """Of all tokens the experts and weights that the router gives, and the tokens by expert."""
+    return _tokens(settings) * (20 * config_count(model, "num_experts_per_tok") + 16)
+
+
 def _expert_activations(
-    settings: Settings, model: Mapping[str, Any], *, state_on_host: bool
+    settings: Settings, model: Mapping[str, Any], *, copies: Sequence[Place]
 ) -> int:
     """Of a slice of one expert's tokens: their hidden states as gathered, gate and up, and the
-    input of its down projection; or of the tokens that go through the experts together."""
+    input of its down projection; or of the tokens that go through the experts together. `copies`
+    says where their hidden states and inputs lie, which are copied from anywhere but the device."""
     kind = settings.device.partition(":")[0]
     hidden, inner = config_count(model, "hidden_size"), config_count(model, "moe_intermediate_size")
     measured = min(_tokens(settings), MOMENT_TOKENS[kind]) * (hidden + 3 * inner)
     together = min(_tokens(settings), EXPERT_TOKENS)
     share = together * config_count(model, "num_experts_per_tok")
     share //= max(1, config_count(model, "n_routed_experts"))
-    # A hot expert gets three times its share; states from the host are copied.
+    # A hot expert gets three times its share.
     passing = min(together, 3 * share) * (2 * hidden + 3 * inner)
-    passing += together * hidden if state_on_host else 0
+    passing += sum(place != "device" for place in copies) * together * hidden
     return max(measured, passing) * _element_bytes(settings)
 
 
@@ -305,5 +355,5 @@ def _activations(settings: Settings, model: Mapping[str, Any]) -> int:
         mask = tokens * (12 * min(topk, length) + 6 * length)
         if topk < length:
             scores = min(SCORES_AT_ONCE, tokens * config_count(model, "index_n_heads") * length)
-            mask += 2 * 4 * scores + 4 * _tokens(settings) * topk
+            mask += 2 * 4 * scores
     return max(attention, mlp) * _element_bytes(settings) + mask

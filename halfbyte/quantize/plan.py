@@ -46,7 +46,7 @@ from halfbyte.formats.layout import lay_out_shards
 from halfbyte.formats.loaders import check_loaders
 from halfbyte.formats.weights import layer_index, logical_weights
 from halfbyte.quantize.decide import action_on, decide
-from halfbyte.quantize.memory import calibrates, estimate_memory, state_bytes
+from halfbyte.quantize.memory import calibrates, disk_bytes, estimate_memory
 from halfbyte.quantize.readers import scalable_inputs
 from halfbyte.quantize.recipe import recipe_to_dict
 from halfbyte.quantize.shares import cut_at_shards
@@ -108,7 +108,7 @@ def _make_plan(
         *_calibration_warnings(tensors, settings, model),
         *_scaling_warnings(units, settings),
     )
-    state = 2 * state_bytes(settings, model)  # that of a layer, beside the one before it
+    memory = estimate_memory(units, settings, model, budget, ranks)
     side_files = sum((checkpoint.path / name).stat().st_size for name in checkpoint.side_files)
     return Plan(
         checkpoint=checkpoint,
@@ -117,8 +117,10 @@ def _make_plan(
         units=units,
         shards=shards,
         quantization_config=quantization,
-        memory=estimate_memory(units, settings, model, budget, ranks),
-        disk=sum(shard.nbytes for shard in shards) + side_files + state,
+        memory=memory,
+        disk=sum(shard.nbytes for shard in shards)
+        + side_files
+        + disk_bytes(settings, model, memory.placement, ranks),
         warnings=warnings,
         fingerprint=_fingerprint(checkpoint, recipe, settings, shards),
     )

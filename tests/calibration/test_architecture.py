@@ -55,7 +55,7 @@ def logits(path: Path, tokens: torch.Tensor) -> torch.Tensor:
         state = runner.embed(tokens)
         for index in range(architecture.layers):
             runner.advance(index, state)
-        return runner.norm("model.norm.weight")(state.hidden) @ runner.head().T
+        return runner.norm("model.norm.weight")(state.hidden[:]) @ runner.head().T
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from halfbyte.calibration.runner import LayerRunner
 from halfbyte.core import ExpertHessian, InputStats, Scheme, Settings
 from halfbyte.errors import CalibrationError
 from halfbyte.formats.checkpoint import open_checkpoint
+from halfbyte.formats.rows import InMemory
 from halfbyte.formats.shards import ShardReader
 from halfbyte.formats.weights import logical_weights
 from halfbyte.quantize.solver import Inputs, Solved, solve
@@ -128,7 +129,7 @@ def routing_of(tokens_of: list[int], hidden: int) -> Routing:
     x = torch.randn(len(index), hidden, generator=generator)
     x *= torch.randn(hidden, generator=generator).exp()
     weight = torch.rand(len(index), 1, generator=generator) + 0.01
-    return Routing(x, index, weight, len(tokens_of))
+    return Routing(InMemory(x), index, weight, len(tokens_of))
 
 
 def tokens_of_expert(routing: Routing, expert: int) -> list[int]:
@@ -140,14 +141,14 @@ def expected_hessian(
 ) -> tuple[torch.Tensor, str]:
     """What gate and up of an expert are calibrated on, in float64, and its rung."""
     free = set(not_held_out(len(routing.hidden)))
-    everything = mean_moment(routing.hidden[sorted(free)])
+    everything = mean_moment(routing.hidden[:][sorted(free)])
     own = [t for t in tokens_of_expert(routing, expert) if t in free]
     if choice == "all" or not own:
         return everything, "all-tokens"
     total = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
     square = sum(float(routing.weight[t, 0]) ** 2 for t in own) / len(own)
     for token in own:
-        x = routing.hidden[token].double()
+        x = routing.hidden[:][token].double()
         share = float(routing.weight[token, 0]) ** 2 / square if affinity else 1.0
         total += share * torch.outer(x, x)
     if choice == "routed":
@@ -174,9 +175,11 @@ def test_each_choice_is_its_definition(choice: ExpertHessian, affinity: bool) ->
 def test_held_out_tokens_are_in_no_hessian(choice: ExpertHessian) -> None:
     """They are made a hundred times larger, which changes what is held out and nothing else."""
     routing = routing_of(TOKENS_OF, WIDTH)
-    loud = Routing(routing.hidden.clone(), routing.index, routing.weight, routing.experts)
+    loud = Routing(
+        InMemory(routing.hidden[:].clone()), routing.index, routing.weight, routing.experts
+    )
     held = slice(HELD_OUT_STRIDE - 1, None, HELD_OUT_STRIDE)
-    loud.hidden[held] *= 1e2
+    loud.hidden[:][held] *= 1e2
     for expert in range(routing.experts):
         before, after = (
             ExpertInputs(r, "layers.1", choice).gate_up(expert) for r in (routing, loud)
@@ -197,10 +200,10 @@ def test_an_expert_is_checked_on_its_own_held_out_tokens_first() -> None:
         assert stats is not None
         assert stats.held_out is not None
         own = [t for t in every if int(routing.index[t]) == expert]
-        torch.testing.assert_close(stats.held_out[: len(own)], routing.hidden[own])
+        torch.testing.assert_close(stats.held_out[: len(own)], routing.hidden[:][own])
         # The others are held-out tokens as well, of whatever expert.
         assert len(stats.held_out) == max(len(own), FEW_HELD_OUT)
-        rows = {tuple(row) for row in routing.hidden[every.start :: HELD_OUT_STRIDE].tolist()}
+        rows = {tuple(row) for row in routing.hidden[:][every.start :: HELD_OUT_STRIDE].tolist()}
         assert {tuple(row) for row in stats.held_out.tolist()} <= rows
 
 
@@ -209,7 +212,7 @@ def test_held_out_tokens_of_a_busy_expert_are_a_spread_sample() -> None:
     stats = ExpertInputs(routing, "layers.1").gate_up(0)
     assert stats is not None
     assert stats.held_out is not None
-    held = routing.hidden[HELD_OUT_STRIDE - 1 :: HELD_OUT_STRIDE]
+    held = routing.hidden[:][HELD_OUT_STRIDE - 1 :: HELD_OUT_STRIDE]
     last = HELD_OUT_TOKENS - 1
     spread = [round(i * (len(held) - 1) / last) for i in range(HELD_OUT_TOKENS)]
     assert torch.equal(stats.held_out, held[spread])
@@ -241,7 +244,7 @@ def test_down_projections_see_what_the_quantized_gate_and_up_make(
     free = not_held_out(603)
 
     def inner(tokens: list[int]) -> torch.Tensor:
-        x = routing.hidden[tokens].double()
+        x = routing.hidden[:][tokens].double()
         return torch.nn.functional.silu(x @ gate.double().T) * (x @ up.double().T)
 
     own = [t for t in tokens_of_expert(routing, expert) if t in free]
@@ -308,7 +311,7 @@ def test_starved_experts_do_no_worse_than_plain_rounding_on_held_out_tokens(
 def test_an_infinite_activation_names_the_expert_and_its_layer(choice: ExpertHessian) -> None:
     routing = routing_of([40, 30], WIDTH)
     token = next(t for t in not_held_out(70) if int(routing.index[t]) == 1)
-    routing.hidden[token, 3] = float("inf")
+    routing.hidden[:][token, 3] = float("inf")
     with pytest.raises(CalibrationError, match=r"expert 1 of layers\.7"):
         ExpertInputs(routing, "layers.7", choice).gate_up(1)
 
@@ -319,7 +322,7 @@ def test_an_infinite_activation_names_the_input_of_a_plain_linear(tmp_path: Path
         runner = make_runner(reader)
         state = runner.embed(torch.arange(10, 50).view(2, 20))
         layer = runner.load_layer(0)
-        state.hidden[1, 2, 3] = float("inf")
+        state.hidden[:][1, 2, 3] = float("inf")
         names = ["model.layers.0.self_attn.q_a_proj", "model.layers.0.mlp.down_proj"]
         with pytest.raises(CalibrationError, match=r"model\.layers\.0\..*not finite"):
             collect_linear_inputs(runner, layer, "model.layers.0.", names, state)

@@ -7,6 +7,7 @@ import torch
 
 from halfbyte.calibration.limits import HELD_OUT_STRIDE
 from halfbyte.calibration.routing import Dispatch, ExpertsTakenOut, Routing
+from halfbyte.formats.rows import InMemory
 
 EXPERTS, TOP_K, TOKENS = 6, 2, 130
 SILENT = 4
@@ -20,7 +21,7 @@ def random_routing(tokens: int = TOKENS) -> Routing:
     scores[:, SILENT] = -1
     weight, index = scores.topk(TOP_K, dim=-1)
     hidden = torch.randn(tokens, 3, generator=generator)
-    return Routing(hidden, index, weight, EXPERTS)
+    return Routing(InMemory(hidden), index, weight, EXPERTS)
 
 
 def by_loop(routing: Routing, tokens: range) -> list[list[tuple[int, float]]]:
@@ -85,13 +86,13 @@ def test_the_silent_expert_gets_nothing() -> None:
 def test_what_the_experts_would_get_is_kept_over_batches() -> None:
     routing = random_routing(50)
     experts = ExpertsTakenOut(TOP_K)
-    experts.expect(50, 3, torch.float32, torch.device("cpu"))
+    experts.expect(InMemory(torch.empty(50, 3)))
     for rows in (slice(0, 20), slice(20, 50)):
         out = experts(routing.hidden[rows], routing.index[rows], routing.weight[rows])
         assert not bool(out.any())
     hidden, index, weight = experts.take()
-    assert torch.equal(hidden, routing.hidden)
+    assert torch.equal(hidden[:], routing.hidden[:])
     assert torch.equal(index, routing.index)
     assert torch.equal(weight, routing.weight)
     # With nothing expected, nothing is kept: a pass that only looks at plain linears.
-    assert not bool(experts(routing.hidden, routing.index, routing.weight).any())
+    assert not bool(experts(routing.hidden[:], routing.index, routing.weight).any())

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from halfbyte.calibration import runner as runner_module
 from halfbyte.calibration.architecture import Architecture
-from halfbyte.calibration.runner import LayerRunner, State, batches
+from halfbyte.calibration.runner import LayerRunner, batches
 from halfbyte.errors import CalibrationError, CheckpointError, UnsupportedModelError
 from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.shards import ShardReader
@@ -36,7 +36,7 @@ def our_logits(
         state = runner.embed(tokens)
         for index in range(runner.architecture.layers):
             runner.advance(index, state)
-        return runner.norm("model.norm.weight")(state.hidden) @ runner.head().T
+        return runner.norm("model.norm.weight")(state.hidden[:]) @ runner.head().T
 
 
 @torch.no_grad()
@@ -113,7 +113,7 @@ def test_infinite_activation_names_the_layer(tmp_path: Path) -> None:
     with ShardReader(open_checkpoint(path)) as reader:
         runner = make_runner(path, reader)
         state = runner.embed(random_tokens(2, 4))
-        state.hidden[1, 2, 3] = float("inf")
+        state.hidden[:][1, 2, 3] = float("inf")
         with pytest.raises(CalibrationError, match="layer 0"):
             runner.advance(0, state)
 
@@ -133,7 +133,7 @@ def test_state_is_left_alone_when_only_inputs_are_wanted(tmp_path: Path) -> None
     with ShardReader(open_checkpoint(path)) as reader:
         runner = make_runner(path, reader)
         state = runner.embed(random_tokens(2, 40))
-        before = State(state.hidden.clone())
+        before = state.hidden[:].clone()
         assert runner.forward(runner.load_layer(1), state, keep=False) is None
-        assert torch.equal(state.hidden, before.hidden)
+        assert torch.equal(state.hidden[:], before)
         assert state.topk is None

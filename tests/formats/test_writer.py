@@ -34,6 +34,7 @@ from halfbyte.errors import OutputError, ResumeError
 from halfbyte.formats import writebehind
 from halfbyte.formats.folder import WORK_FOLDER, prepare_folder
 from halfbyte.formats.layout import lay_out_shards
+from halfbyte.formats.rows import InMemory
 from halfbyte.formats.writer import CheckpointWriter
 
 TENSORS = {
@@ -82,10 +83,10 @@ def make_plan(source: Path, max_bytes: int = 60, disk: int = 1000) -> Plan:
     )
 
 
-def write_unit(writer: CheckpointWriter, unit: Unit) -> None:
+def write_unit(writer: CheckpointWriter, unit: Unit, *, hold: bool = False) -> None:
     for tensor in reversed(unit.tensors):  # any order inside a unit
         writer.write(tensor.name, TENSORS[tensor.name])
-    writer.commit(unit, {"unit": unit.name})
+    writer.commit(unit, {"unit": unit.name}, hold=hold)
 
 
 def write_all(folder: Path, plan: Plan, start: int = 0) -> None:
@@ -530,7 +531,7 @@ def test_a_unit_in_the_journal_is_on_the_disk(
     monkeypatch.setattr(os, "fsync", synced)
     with CheckpointWriter(out, plan, IDENTITY) as writer:
         for unit in plan.units:
-            writer.save(f"state-{unit.name}.safetensors", {"hidden": torch.ones(3, 3)})
+            writer.save(f"state-{unit.name}.safetensors", {"hidden": InMemory(torch.ones(3, 3))})
             write_unit(writer, unit)
     dirty: set[str] = set()
     lines = 0
@@ -552,12 +553,13 @@ def test_the_state_is_named_by_the_commit_and_may_change_after_it_was_saved(
     prepare_folder(out, plan, resume=False, overwrite=False)
     hidden = torch.randn(5, 7, 3).bfloat16()
     topk = torch.randint(0, 9, (5, 7, 2), dtype=torch.int32)
+    tensors = {"hidden": InMemory(hidden), "topk": InMemory(topk)}
     expected = hidden.clone()
     with CheckpointWriter(out, plan, IDENTITY) as writer:
         write_unit(writer, plan.units[0])
         for number, unit in enumerate(plan.units[1:3]):
             hidden.copy_(expected)
-            writer.save(f"state-{number}.safetensors", {"hidden": hidden, "topk": topk})
+            writer.save(f"state-{number}.safetensors", tensors)
             hidden.zero_()
             write_unit(writer, unit)
         write_unit(writer, plan.units[3])
@@ -574,6 +576,28 @@ def test_the_state_is_named_by_the_commit_and_may_change_after_it_was_saved(
     assert torch.equal(stored["hidden"], expected)
     assert torch.equal(stored["topk"], topk)
     assert not (out / WORK_FOLDER / "state-0.safetensors").exists()
+
+
+def test_a_held_unit_becomes_final_with_the_next_one(tmp_path: Path, plan: Plan) -> None:
+    """Until then no shard gets its final name, and who resumes does the unit again."""
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    for folder in (whole, out):
+        prepare_folder(folder, plan, resume=False, overwrite=False)
+    write_all(whole, plan)
+    first, *rest = plan.units
+    with CheckpointWriter(out, plan, IDENTITY) as writer:
+        write_unit(writer, first)
+        for unit in rest[:-1]:
+            write_unit(writer, unit, hold=True)
+        assert [commit.unit for commit in writer.commits] == [first.name]
+    assert len(list(out.glob("*.safetensors.partial"))) > 1
+    with CheckpointWriter(out, plan, IDENTITY) as writer:
+        assert [commit.unit for commit in writer.commits] == [first.name]
+        for unit in rest:
+            write_unit(writer, unit, hold=unit is not rest[-1])
+        assert [commit.unit for commit in writer.commits] == [u.name for u in plan.units]
+        writer.finish({"model_type": "x"}, {"report": 1, "shards": writer.shard_hashes()})
+    assert contents(out) == contents(whole)
 
 
 @pytest.mark.parametrize("piece", [7, 1000])

@@ -163,7 +163,7 @@ def test_scaling_preserves_the_mtp_layer(tmp_path: Path, model_type: Any) -> Non
                 runner.advance(index, state)
             state = mtp_input(runner, architecture.layers, state, tokens(), 0)
             runner.advance(architecture.layers, state)
-            states.append(state.hidden)
+            states.append(state.hidden[:])
     assert relative_error(states[1], states[0]) < 1e-5
 
 
@@ -409,7 +409,7 @@ def test_the_run_computes_what_the_output_does(
 
     def spy(self: Any, unit: Any, emit: Any) -> Any:
         result = original(self, unit, emit)
-        seen.append(self.state.hidden.clone())
+        seen.append(self.state.hidden[:].clone())
         return result
 
     monkeypatch.setattr(calibrated.LayerQuantizer, "run", spy)
@@ -424,7 +424,7 @@ def test_the_run_computes_what_the_output_does(
         state = runner.embed(calibration())
         for index in range(architecture.layers):
             runner.advance(index, state)
-    assert relative_error(seen[-1], state.hidden) < 1e-5
+    assert relative_error(seen[-1], state.hidden[:]) < 1e-5
 
 
 def test_scaling_lowers_the_errors_of_a_loud_model(loud: Path, sound: Path, tmp_path: Path) -> None:
@@ -448,12 +448,12 @@ def test_resume_after_every_unit_gives_the_same_bytes(
     commit = pipeline.CheckpointWriter.commit
     left = 0
 
-    def stop(self: Any, unit: Any, record: Any) -> None:
+    def stop(self: Any, *args: Any, **kw: Any) -> None:
         nonlocal left
         if left == 0:
             raise Crash
         left -= 1
-        commit(self, unit, record)
+        commit(self, *args, **kw)
 
     monkeypatch.setattr(pipeline.CheckpointWriter, "commit", stop)
     for _ in range(len(plan_of(loud, settings, "glm-5").units)):

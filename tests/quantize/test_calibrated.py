@@ -22,6 +22,7 @@ from halfbyte.core import (
 )
 from halfbyte.errors import CalibrationError
 from halfbyte.formats.checkpoint import open_checkpoint
+from halfbyte.formats.rows import InMemory
 from halfbyte.formats.shards import ShardReader
 from halfbyte.formats.weights import logical_weights
 from halfbyte.kernels.reference import dequantize_int4, unpack_int4
@@ -64,7 +65,11 @@ def quantize_layer(
     (unit,) = (u for u in plan.units if u.index == index)
     with ShardReader(plan.checkpoint) as reader:
         quantizer = LayerQuantizer(
-            make_runner(reader), settings, TOKENS, Placement(at_once), State(before.clone())
+            make_runner(reader),
+            settings,
+            TOKENS,
+            Placement(at_once),
+            State(InMemory(before.clone())),
         )
         made = Layer(before, [])
 
@@ -74,7 +79,7 @@ def quantize_layer(
 
         made.reports = quantizer.run(unit, keep).reports
         assert quantizer.state is not None
-        made.hidden = quantizer.state.hidden
+        made.hidden = quantizer.state.hidden[:]
     return made
 
 
@@ -95,7 +100,7 @@ def hidden_states(source: Path) -> torch.Tensor:
         runner = make_runner(reader)
         state = runner.embed(TOKENS)
         runner.advance(0, state)
-    return state.hidden
+    return state.hidden[:]
 
 
 @torch.no_grad()
@@ -155,9 +160,9 @@ def test_the_state_is_what_transformers_makes_of_the_quantized_weights(
 
 def quantize_free(source: Path, before: torch.Tensor) -> torch.Tensor:
     with ShardReader(open_checkpoint(source)) as reader:
-        state = State(before.clone())
+        state = State(InMemory(before.clone()))
         make_runner(reader).advance(SPARSE, state)
-    return state.hidden
+    return state.hidden[:]
 
 
 def assert_same(first: Layer, second: Layer) -> None:

@@ -30,7 +30,7 @@ from halfbyte.formats.budgets import READ_AHEAD, WRITE_BEHIND
 from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.int4 import output_tensors
 from halfbyte.formats.layout import lay_out_shards
-from halfbyte.quantize.memory import TORCH, estimate_memory
+from halfbyte.quantize.memory import TORCH, disk_bytes, estimate_memory
 from halfbyte.quantize.plan import make_plan
 from halfbyte.quantize.recipe import load_recipe, recipe_names
 from halfbyte.ranks import Ranks
@@ -142,18 +142,39 @@ def test_a_budget_of_memory_decides_where_things_are(default_plan: Plan) -> None
 
     hidden = 512 * 2048 * 6144 * 2
     fast, middle, small = within(100), within(40), within(25)
-    assert not fast.placement.state_on_host
-    assert middle.placement.state_on_host
+    assert fast.placement.states == "device"
+    assert (middle.placement.states, middle.placement.inputs) == ("host", "device")
     assert not middle.placement.experts_on_host
     assert small.placement.experts_on_host
     assert fast.placement.experts_at_once > small.placement.experts_at_once > 4
     assert middle.host - fast.host == hidden
     for estimate, most in ((fast, 100e9), (middle, 40e9), (small, 25e9)):
         assert estimate.gpu <= most
-    with pytest.raises(
-        UsageError, match=r"--max-gpu-memory 9\.3 GiB is too little, .* 1\d\.\d GiB"
+    smallest = within(8)
+    assert (smallest.placement.states, smallest.placement.inputs) == ("host", "host")
+    assert smallest.host - small.host == hidden
+    assert smallest.gpu <= 8e9
+    with pytest.raises(UsageError, match=r"--max-gpu-memory 4\.7 GiB is too little, .* 5\.\d GiB"):
+        within(5)
+
+
+def test_what_has_no_room_in_memory_lies_on_the_disk(default_plan: Plan) -> None:
+    settings = Settings(device="cuda", dtype="bfloat16", samples=512)
+    model = default_plan.checkpoint.config
+    hidden = 512 * 2048 * 6144 * 2
+    in_memory = disk_bytes(settings, model, Placement(1))
+    for device, limits, inputs, more in (
+        ("cuda", MemoryBudget(24 * GIB, 8 * GIB), "device", hidden),
+        ("cuda", MemoryBudget(12 * GIB, 8 * GIB), "disk", 2 * hidden),
+        ("cpu", MemoryBudget(host=28 * GIB), "device", hidden),
+        ("cpu", MemoryBudget(host=16 * GIB), "disk", 2 * hidden),
     ):
-        within(10)
+        placed = replace(settings, device=device)
+        memory = estimate_memory(default_plan.units, placed, model, limits)
+        assert (memory.placement.states, memory.placement.inputs) == ("disk", inputs)
+        assert memory.host <= (limits.host or 0)
+        assert memory.gpu <= (limits.gpu or 0)
+        assert disk_bytes(placed, model, memory.placement) == in_memory + more
 
 
 @pytest.mark.parametrize(("ranks", "own_sequences", "own_experts"), [(2, 128, 128), (3, 128, 86)])
@@ -182,7 +203,8 @@ def test_ranks_share_sequences_and_experts(
     # With nothing else on the GPU, the exchange is the peak: the own part beside the whole.
     least = estimate_memory(units, settings, model, MemoryBudget(gpu=int(10e9)), ranks)
     both = (256 + own_sequences) * sequence
-    assert least.gpu == least.detail["experts' input"] == both
+    assert least.detail["experts' input"] == both
+    assert least.gpu == both + least.detail["routing"]
     assert least.detail["hidden states in host memory"] == both
     waiting = (256 + own_experts) * packed
     assert least.detail["experts in host memory"] == waiting * 4 // 3
