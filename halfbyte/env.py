@@ -37,13 +37,16 @@ class Launch:
     rank: int
     local_rank: int
     """Its number on this machine, which is the number of its GPU."""
+    count: int
+    """How many there are, on all machines."""
 
 
 def torchrun() -> Launch | None:
     """`WORLD_SIZE`, `RANK`, `LOCAL_RANK`: set by `torchrun` in each of the processes it starts."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count == 1:
         return None
-    return Launch(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]))
+    return Launch(int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]), count)
 
 
 def dumb_terminal() -> bool:
