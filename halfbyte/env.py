@@ -38,6 +38,7 @@ class Launch:
     local_rank: int
     """Its number on this machine, which is the number of its GPU."""
     count: int
+    """How many there are, on all machines."""
 
 
 def torchrun() -> Launch | None:

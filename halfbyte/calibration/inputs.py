@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from halfbyte.calibration.limits import HELD_OUT_STRIDE, HELD_OUT_TOKENS, MOMENT_TOKENS
+from halfbyte.calibration.limits import HELD_OUT_STRIDE, HELD_OUT_TOKENS, MOMENT_TOKENS, SAMPLE
 from halfbyte.calibration.routing import Routing
 from halfbyte.calibration.runner import LayerRunner, State
 from halfbyte.core import ExpertHessian, InputStats, Rung
@@ -32,8 +32,6 @@ from halfbyte.formats.rows import Rows
 
 BLEND = 8
 """Tokens per input feature that the layer's mean counts for in a blended Hessian."""
-SAMPLE = 2
-"""Tokens per input feature by which the layer's mean is estimated for a down projection."""
 FEW_HELD_OUT = 64
 """Held-out tokens below which an expert's are joined by others of the layer."""
 

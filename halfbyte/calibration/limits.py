@@ -1,6 +1,6 @@
 """How much is computed at once. Fixed numbers, so that results never depend on the memory at hand.
 
-Free of torch, since the plan predicts memory from them.
+Free of torch, since the plan predicts memory and time from them.
 """
 
 BATCH_TOKENS = 8192
@@ -20,3 +20,6 @@ HELD_OUT_STRIDE = 32
 
 HELD_OUT_TOKENS = 256
 """Held-out tokens that one input is checked on, at most."""
+
+SAMPLE = 2
+"""Tokens per input feature by which the layer's mean is estimated for a down projection."""

@@ -42,6 +42,7 @@ from halfbyte.errors import UsageError
 if TYPE_CHECKING:
     from halfbyte.console import Console
     from halfbyte.core import Checkpoint, MemoryBudget, Plan, Settings
+    from halfbyte.quantize.duration import Duration
 
 
 def run(
@@ -134,7 +135,7 @@ def run(
         tokens = None
         if calibration is not None:
             tokens = token_windows(calibration, path, samples, sequence_length, seed)
-    for line in tables.plan_summary(plan):
+    for line in tables.plan_summary(plan, _duration(plan)):
         console.note(line)
     console.detail(render(tables.plan_table(plan)))
     for warning in plan.warnings:
@@ -274,7 +275,8 @@ def _columns(group_size: GroupSizeName | None) -> int | Literal["channel"] | Non
 def _show_plan(console: Console, plan: Plan) -> None:
     from halfbyte.commands import tables
 
-    for line in tables.plan_summary(plan):
+    duration = _duration(plan)
+    for line in tables.plan_summary(plan, duration):
         console.line(line)
     console.line()
     console.table(tables.plan_table(plan))
@@ -283,4 +285,15 @@ def _show_plan(console: Console, plan: Plan) -> None:
         console.table(tables.memory_table(plan))
     for warning in plan.warnings:
         console.warning(warning)
-    console.result(tables.plan_record(plan))
+    console.result(tables.plan_record(plan, duration))
+
+
+def _duration(plan: Plan) -> Duration:
+    """Of a run by the GPUs of `torchrun`, or by the cores that this process may use."""
+    from halfbyte.quantize.duration import estimate_duration
+
+    launch = torchrun()
+    workers = 1 if launch is None else launch.count
+    if plan.settings.device == "cpu":
+        workers *= plan.settings.threads or len(os.sched_getaffinity(0))
+    return estimate_duration(plan, workers=workers)

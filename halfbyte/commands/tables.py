@@ -19,6 +19,7 @@ from halfbyte.units import format_bytes, format_gib, format_seconds
 
 if TYPE_CHECKING:
     from halfbyte.models import KnownModel
+    from halfbyte.quantize.duration import Duration
     from halfbyte.quantize.verify import VerifyResult
 
 # A plan.
@@ -44,8 +45,8 @@ def plan_rules(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def plan_record(plan: Plan) -> dict[str, Any]:
-    """A plan as JSON: its rules, sizes, memory and what config.json will say."""
+def plan_record(plan: Plan, duration: Duration) -> dict[str, Any]:
+    """A plan as JSON: its rules, sizes, memory, time and what config.json will say."""
     return {
         "source": str(plan.checkpoint.path),
         "model_type": plan.checkpoint.model_type,
@@ -56,6 +57,7 @@ def plan_record(plan: Plan) -> dict[str, Any]:
         "bytes_out": plan.bytes_out,
         "shards": {shard.file: shard.nbytes for shard in plan.shards},
         "memory": asdict(plan.memory),
+        "duration": asdict(duration),
         "disk": plan.disk,
         "warnings": list(plan.warnings),
         "quantization_config": plan.quantization_config,
@@ -101,7 +103,7 @@ def memory_table(plan: Plan) -> Table:
     )
 
 
-def plan_summary(plan: Plan) -> list[str]:
+def plan_summary(plan: Plan, duration: Duration) -> list[str]:
     """The lines above and below the table: what is run on what, and what it takes."""
     settings, memory = plan.settings, plan.memory
     calibration = (
@@ -127,6 +129,9 @@ def plan_summary(plan: Plan) -> list[str]:
         peak,
         f"disk         {format_bytes(plan.disk)} while it runs;"
         f" {format_bytes(plan.bytes_out)} in {_plural(len(plan.shards), 'shard')} when it is done",
+        f"time         about {format_seconds(duration.seconds)}: {format_seconds(duration.compute)}"
+        f" at the speed of {_plural(duration.workers, duration.reference)}, beside that"
+        f" {format_seconds(duration.disk)} for the disk at 1 GB/s",
     ]
 
 

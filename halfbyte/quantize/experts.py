@@ -205,6 +205,7 @@ class ExpertQuantizer:
                     weights = {name: self._decoded(stack) for name, stack in stacks.items()}
                     self.runner.add_expert(part.flatten(0, 1), inputs, dispatch, expert, weights)
             state.hidden[batch] = part
+            del part, inputs  # before the next are copied
 
     def _decoded(self, stack: Stored) -> torch.Tensor:
         device = self.runner.device

@@ -30,6 +30,7 @@ from halfbyte.formats.journal import Commit, identity_difference
 from halfbyte.formats.shards import ShardReader
 from halfbyte.formats.writer import CheckpointWriter, SavedState
 from halfbyte.progress import Progress, SilentProgress
+from halfbyte.quantize.duration import STATE_INTERVAL
 from halfbyte.quantize.memory import calibrates
 from halfbyte.quantize.phases import Phases
 from halfbyte.quantize.plan import package_versions, with_calibration
@@ -42,10 +43,6 @@ if TYPE_CHECKING:
 
     from halfbyte.quantize.calibrated import LayerQuantizer
 
-STATE_INTERVAL = 10
-"""A calibration state is stored when this many times what writing the last one took has passed
-since. So writing takes a tenth of a run at most, and a crash costs little more than ten times a
-state's writing: some two minutes for the 13 GB of a million tokens of GLM-5.2."""
 CHEAP_STATE = 0.5
 """Seconds below which a state is stored after every layer: less than starting a run again takes."""
 
