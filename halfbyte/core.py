@@ -295,8 +295,18 @@ Place = Literal["device", "host", "disk"]
 
 
 @dataclass(frozen=True, slots=True)
+class Streams:
+    """Bytes of host memory that are on their way from and to the disk at most."""
+
+    read_ahead: int = 32 << 20
+    """Read and not yet asked for."""
+    write_behind: int = 32 << 20
+    """Handed to the writer and not yet in the file."""
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
-    """How a calibrated run uses memory."""
+    """How a run uses memory; all but `streams` is for calibrated runs only."""
 
     experts_at_once: int
     """Routed experts of a layer that are solved as one batch."""
@@ -306,6 +316,7 @@ class Placement:
     """Where the input of a layer's routed experts lies, as large as the hidden states."""
     experts_on_host: bool = False
     """Whether quantized experts wait in host memory until the tokens go through them."""
+    streams: Streams = Streams()
 
 
 @dataclass(frozen=True, slots=True)

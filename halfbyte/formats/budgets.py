@@ -1,22 +1,27 @@
-"""Bytes of host memory that reading ahead and writing behind may take, by what computes.
+"""Bytes of host memory that reading ahead and writing behind may take.
 
-Without torch, so that a plan can count them. A CPU computes so much slower than disks read that
-two weights ahead suffice; a GPU finishes an expert's weight in a millisecond, so what it has ahead
-must last as long as the disk may stall.
+Without torch, so that a plan can count them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from halfbyte.core import Streams
 
-READ_AHEAD: Mapping[str, int] = {"cpu": 32 << 20, "cuda": 512 << 20}
-"""Bytes read and not yet asked for."""
-WRITE_BEHIND: Mapping[str, int] = {"cpu": 32 << 20, "cuda": 512 << 20}
-"""Bytes handed to the writer and not yet in the file."""
 PIECE = 16 << 20
 """What large tensors are copied and written in."""
 
 
-def budget(budgets: Mapping[str, int], device: str) -> int:
-    """`device` is "cpu" or "cuda:<n>"."""
-    return budgets[device.partition(":")[0]]
+ON_CPU = Streams()
+"""A CPU computes so much slower than disks read that two weights ahead suffice."""
+ON_GPU = Streams(512 << 20, 512 << 20)
+"""A GPU finishes an expert's weight in a millisecond, so what it has ahead must last as long as the
+disk may stall."""
+LAYERS_ON_GPU = Streams(2 << 30, 512 << 20)
+"""A batch of experts is read while the one before it is solved."""
+LAYERS_ON_GPUS = Streams(2 << 30, 3 << 30)
+"""What other GPUs have quantized comes at once, and is written while the layer goes on."""
+
+
+def page_locked(size: int) -> int:
+    """Bytes that torch takes for a buffer of `size` page-locked bytes: a power of two."""
+    return 1 << (size - 1).bit_length() if size else 0

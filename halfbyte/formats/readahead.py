@@ -16,6 +16,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from halfbyte.formats.budgets import page_locked
+
 THREADS = 4
 """Requests under way at once. One does not keep a fast disk busy."""
 SMALL = 1 << 20
@@ -162,7 +164,7 @@ class ReadAhead:
 
     def _cost(self, wanted: ByteRange) -> int:
         size = wanted.end - wanted.begin
-        return 1 << (size - 1).bit_length() if self._pinned and size else size
+        return page_locked(size) if self._pinned else size
 
     def _place(self, wanted: ByteRange) -> int | None:
         """Number of the next read that holds a range, which counts as taken from it."""

@@ -19,7 +19,7 @@ import torch
 from halfbyte.core import Checkpoint, StoredWeight, TensorInfo
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import int4
-from halfbyte.formats.budgets import PIECE, READ_AHEAD, budget
+from halfbyte.formats.budgets import PIECE
 from halfbyte.formats.files import read_at
 from halfbyte.formats.readahead import ByteRange, ReadAhead
 from halfbyte.kernels.reference import dequantize_fp8, dequantize_int4
@@ -96,8 +96,8 @@ class ShardReader:
             self._open.clear()
 
     @contextmanager
-    def read_ahead(self, order: Iterable[Request], device: str) -> Iterator[None]:
-        """For a while, read beforehand what will be asked for, for use by `device`.
+    def read_ahead(self, order: Iterable[Request], device: str, budget: int) -> Iterator[None]:
+        """For a while, read at most `budget` bytes of what will be asked for, for use by `device`.
 
         `order` says what and in which order; see `ReadAhead` for those who depart from it. Whole
         weights are the requests of their parts.
@@ -108,7 +108,7 @@ class ShardReader:
         ahead = ReadAhead(
             self._fill,
             (byte_range(*request) for request in order),
-            budget=budget(READ_AHEAD, device),
+            budget=budget,
             pinned=pinned,
         )
         self._ahead = ahead

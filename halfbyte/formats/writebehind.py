@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from halfbyte.core import ShardLayout
 from halfbyte.errors import OutputError
 from halfbyte.formats.background import Background
-from halfbyte.formats.budgets import PIECE
+from halfbyte.formats.budgets import PIECE, page_locked
 from halfbyte.formats.files import GrowingFile, PrefixHash
 
 if TYPE_CHECKING:
@@ -55,13 +55,14 @@ class WriteBehind:
         returns or, on a GPU, before what is queued there next.
         """
         for piece in _bytes_of(tensor).split(PIECE):
-            self._background.reserve(len(piece))
+            cost = page_locked(len(piece)) if piece.is_cuda else len(piece)
+            self._background.reserve(cost)
             data = _on_host(piece, copy=borrowed)
 
             def write(data: Callable[[], memoryview] = data, place: int = place) -> None:
                 self._open(target).write(place, data())
 
-            self.submit(write, len(piece))
+            self.submit(write, cost)
             place += len(piece)
 
     def submit(self, task: Callable[[], None], reserved: int = 0) -> None:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from halfbyte.core import OutputTensor, Plan, ShardLayout, Unit
 from halfbyte.errors import OutputError, ResumeError
-from halfbyte.formats.budgets import PIECE, WRITE_BEHIND, budget
+from halfbyte.formats.budgets import PIECE
 from halfbyte.formats.files import copy_atomic, sync_folder, write_atomic
 from halfbyte.formats.folder import (
     CONFIG_FILE,
@@ -105,7 +105,7 @@ class CheckpointWriter:
         except BaseException:
             os.close(self._lock)
             raise
-        self._behind = WriteBehind(folder, budget(WRITE_BEHIND, plan.settings.device))
+        self._behind = WriteBehind(folder, plan.memory.placement.streams.write_behind)
 
     def _take_up(self, identity: Mapping[str, Any]) -> Journal:
         """The journal of the run to go on with, checked, or a new one."""

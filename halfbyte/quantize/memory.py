@@ -25,16 +25,18 @@ from halfbyte.core import (
     Place,
     Placement,
     Settings,
+    Streams,
     TensorPlan,
     Unit,
 )
 from halfbyte.errors import UsageError
-from halfbyte.formats.budgets import PIECE, READ_AHEAD, WRITE_BEHIND, budget
+from halfbyte.formats.budgets import LAYERS_ON_GPU, LAYERS_ON_GPUS, ON_CPU, ON_GPU, PIECE
 from halfbyte.formats.config import config_count
 from halfbyte.units import format_gib
 
-TORCH = 250_000_000
-"""Resident bytes of Python with torch imported; measured, torch 2.13 on x86-64."""
+TORCH = {"cpu": 250_000_000, "cuda": 1_750_000_000}
+"""Resident bytes of Python with torch imported, and on a GPU of its libraries in use and of the
+driver; measured, torch 2.13 and 2.11 on x86-64."""
 TRANSFORMERS = 340_000_000
 """What transformers' modules and a tokenizer add."""
 EXPERTS_IN_WORK = {"cpu": 1 << 30, "cuda": 26 << 30}
@@ -111,20 +113,25 @@ def estimate_memory(
     """
     tensors = [t for u in units for t in u.tensors]
     converted = [t for t in tensors if not calibrates(settings) or t.action != "quantize"]
-    stream = _stream(tensors, settings)
     on_gpu = not settings.device.startswith("cpu")
+    torch = TORCH[settings.device.partition(":")[0]]
     conversion = 0 if on_gpu else max((_conversion(t) for t in converted), default=0)
     if not calibrates(settings):
-        host = {"torch": TORCH, "largest tensor in conversion": conversion, **stream}
+        streams = ON_GPU if on_gpu else ON_CPU
+        host = {"torch": torch, "largest tensor in conversion": conversion}
+        host |= _on_their_way(tensors, streams)
         gpu = {"linears in work": _linears_in_work(converted, settings)} if on_gpu else {}
         estimate = MemoryEstimate(
-            sum(host.values()), sum(gpu.values()), detail=host | gpu, ranks=ranks
+            sum(host.values()),
+            sum(gpu.values()),
+            host | gpu,
+            Placement(1, streams=streams),
+            ranks,
         )
         return _within(budget, [estimate])
     layers = [u.tensors for u in units if u.kind in ("layer", "mtp")]
     plain = max((_plain(layer, settings) for layer in layers), default=0)
     hessians = max((_hessians(layer) for layer in layers), default=0)
-    libraries = {"torch and transformers": TORCH + TRANSFORMERS, **stream}
     hidden, waiting = hidden_bytes(settings, model), _quantized_experts(model)
     # What is of a rank's own sequences and experts; plain linears are measured by all for all.
     own = replace(settings, samples=_own_sequences(settings, ranks))
@@ -140,6 +147,8 @@ def estimate_memory(
     all_states = exchanged(state_bytes(settings, model), own_states)
 
     def with_placement(placement: Placement) -> MemoryEstimate:
+        libraries = {"torch and transformers": torch + TRANSFORMERS}
+        libraries |= _on_their_way(tensors, placement.streams)
         state = own_states if placement.states == "device" else 0
         measured = all_states if hessians and placement.states == "device" else state
         on_device = placement.inputs == "device"
@@ -191,11 +200,13 @@ def estimate_memory(
         return MemoryEstimate(sum(on_host.values()), gpu, on_host | phase, placement, ranks)
 
     most = min(_experts_at_once(model, settings.device), own_experts)
+    of_layers = LAYERS_ON_GPU if ranks == 1 else LAYERS_ON_GPUS
     return _within(
         budget,
         (
-            with_placement(Placement(count, *places))
+            with_placement(Placement(count, *places, streams))
             for group in PLACES["cuda" if on_gpu else "cpu"]
+            for streams in ((of_layers, ON_GPU) if on_gpu else (ON_CPU,))
             # Small batches leave a GPU idle: below half of the best, moving data costs less.
             for counts, order in (
                 (range(most, most // 2, -1), group),
@@ -259,13 +270,13 @@ def _element_bytes(settings: Settings) -> int:
     return {"float32": 4, "bfloat16": 2}[settings.dtype]
 
 
-def _stream(tensors: Sequence[TensorPlan], settings: Settings) -> dict[str, int]:
-    """Of weights on their way from and to the disk."""
+def _on_their_way(tensors: Sequence[TensorPlan], streams: Streams) -> dict[str, int]:
+    """Weights on their way from and to the disk."""
     read = sum(t.source.nbytes for t in tensors)
     written = sum(o.nbytes for t in tensors for o in t.outputs)
     return {
-        "read ahead": min(read, budget(READ_AHEAD, settings.device)),
-        "written behind": min(written, budget(WRITE_BEHIND, settings.device)),
+        "read ahead": min(read, streams.read_ahead),
+        "written behind": min(written, streams.write_behind),
     }
 
 

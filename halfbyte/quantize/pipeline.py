@@ -78,6 +78,7 @@ def run(
     ranks.of_first(finished is not None)
     if finished is not None:
         return finished
+    ahead = plan.memory.placement.streams.read_ahead
     with ShardReader(plan.checkpoint) as reader, _cpu_threads(plan.settings.threads):
         layers = None if tokens is None else _layer_quantizer(plan, reader, tokens, output, ranks)
         if layers is not None and phases is not None:
@@ -95,7 +96,7 @@ def run(
                 layers.load(writer.work / earlier.state["file"], earlier.state["sha256"])
             units = earlier.left(share)
             order = read_order(units, calibrated=layers is not None, ranks=ranks)
-            with reader.read_ahead(order, plan.settings.device):
+            with reader.read_ahead(order, plan.settings.device, ahead):
                 _work(plan, units, reader, writer, layers, progress)
             peaks = ranks.everyone(peak_host_bytes())  # when all have written their shares
             report = _finish(plan, identity, writer, output)
@@ -113,6 +114,7 @@ def follow(plan: Plan, output: Path, *, tokens: torch.Tensor | None = None, rank
     plan = _with_tokens(plan, tokens)
     if ranks.of_first(None):
         return  # finished already
+    ahead = plan.memory.placement.streams.read_ahead
     with ShardReader(plan.checkpoint) as reader, _cpu_threads(plan.settings.threads):
         layers = None if tokens is None else _layer_quantizer(plan, reader, tokens, output, ranks)
         earlier: _Earlier = ranks.of_first(None)
@@ -121,14 +123,14 @@ def follow(plan: Plan, output: Path, *, tokens: torch.Tensor | None = None, rank
                 layers.load(output / WORK_FOLDER / earlier.state["file"], earlier.state["sha256"])
             units = earlier.left(plan.units[: _last_quantized(plan) + 1])
             order = read_order(units, calibrated=True, ranks=ranks)
-            with reader.read_ahead(order, plan.settings.device):
+            with reader.read_ahead(order, plan.settings.device, ahead):
                 _calibrate_along(plan, units, layers)
         else:
             share, identity = shares(plan, ranks.count)[ranks.rank], run_identity(plan)
             with CheckpointWriter(output, plan, identity, share, joins=True) as writer:
                 units = earlier.left(share)
                 order = read_order(units, calibrated=False)
-                with reader.read_ahead(order, plan.settings.device):
+                with reader.read_ahead(order, plan.settings.device, ahead):
                     _work(plan, units, reader, writer, None, SilentProgress())
         ranks.everyone(peak_host_bytes())
 

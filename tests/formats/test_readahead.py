@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from halfbyte.core import StoredWeight
 from halfbyte.errors import CheckpointError
-from halfbyte.formats import int4, readahead, shards
+from halfbyte.formats import int4, readahead
 from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.readahead import ByteRange, ReadAhead
 from halfbyte.formats.shards import Request, ShardReader, row_slices
@@ -36,6 +36,9 @@ def threads() -> list[str]:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+AHEAD = 32 << 20
 
 
 @pytest.fixture(scope="module", params=["fp8", "bf16", "ct-channel", "ct-block", "int4"])
@@ -58,11 +61,8 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("order", ["as planned", "backwards", "shuffled", "every third"])
 @pytest.mark.parametrize("ahead", [1 << 30, 40_000, 1])
-def test_values_are_those_of_direct_reads(
-    source: Path, order: str, ahead: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_are_those_of_direct_reads(source: Path, order: str, ahead: int) -> None:
     """Scales lie in another shard than their weight; tensors do not fit the smaller budgets."""
-    monkeypatch.setattr(shards, "READ_AHEAD", {"cpu": ahead})
     checkpoint = open_checkpoint(source)
     weights = list(logical_weights(checkpoint).values())
     asked = {
@@ -73,7 +73,7 @@ def test_values_are_those_of_direct_reads(
     }[order]
     with ShardReader(checkpoint) as reader:
         expected = [reader.read_weight(stored) for stored in asked]
-        with reader.read_ahead(requests(weights), "cpu"):
+        with reader.read_ahead(requests(weights), "cpu", ahead):
             for stored, value in zip(asked, expected, strict=True):
                 assert torch.equal(bits(reader.read_weight(stored)), bits(value)), stored.name
         assert threads() == []
@@ -94,7 +94,7 @@ def test_reading_in_order_asks_the_disk_for_everything_once(
         return counts[-1]
 
     monkeypatch.setattr(os, "preadv", counting)
-    with ShardReader(checkpoint) as reader, reader.read_ahead(requests(weights), "cpu"):
+    with ShardReader(checkpoint) as reader, reader.read_ahead(requests(weights), "cpu", AHEAD):
         for stored in weights:
             reader.read_weight(stored)
     assert sum(counts) == sum(info.nbytes for info in checkpoint.tensors.values())
@@ -108,18 +108,17 @@ def test_rows_are_read_ahead_as_well(tiny: Path) -> None:
     assert len(slices) > 3
     with ShardReader(checkpoint) as reader:
         whole = reader.read(info)
-        with reader.read_ahead([Request(info, rows) for rows in slices], "cpu"):
+        with reader.read_ahead([Request(info, rows) for rows in slices], "cpu", AHEAD):
             parts = [reader.read(info, rows) for rows in slices]
     assert torch.equal(bits(torch.cat(parts)), bits(whole))
 
 
-def test_several_threads_may_ask(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "READ_AHEAD", {"cpu": 100_000})
+def test_several_threads_may_ask(tiny: Path) -> None:
     checkpoint = open_checkpoint(tiny)
     weights = list(logical_weights(checkpoint).values()) * 3
     with ShardReader(checkpoint) as reader:
         expected = [reader.read_weight(stored) for stored in weights]
-        with reader.read_ahead(requests(weights), "cpu"), ThreadPoolExecutor(8) as pool:
+        with reader.read_ahead(requests(weights), "cpu", 100_000), ThreadPoolExecutor(8) as pool:
             values = list(pool.map(reader.read_weight, weights))
     assert all(torch.equal(value, other) for value, other in zip(values, expected, strict=True))
 
@@ -257,7 +256,7 @@ def test_a_short_file_is_reported_as_without_reading_ahead(tiny_copy: Path) -> N
         messages = []
         for order in ([], weights):
             with (
-                reader.read_ahead(requests(order), "cpu"),
+                reader.read_ahead(requests(order), "cpu", AHEAD),
                 pytest.raises(CheckpointError) as caught,
             ):
                 list(map(reader.read_weight, weights))
@@ -276,7 +275,7 @@ def test_no_thread_and_no_descriptor_is_left(tiny: Path, error: type[BaseExcepti
     before = len(os.listdir("/proc/self/fd"))
 
     def broken_off() -> None:
-        with ShardReader(checkpoint) as reader, reader.read_ahead(requests(weights), "cpu"):
+        with ShardReader(checkpoint) as reader, reader.read_ahead(requests(weights), "cpu", AHEAD):
             reader.read_weight(weights[0])
             raise error
 

@@ -26,7 +26,7 @@ from halfbyte.core import (
     Settings,
 )
 from halfbyte.errors import CheckpointError, RecipeError, UsageError
-from halfbyte.formats.budgets import READ_AHEAD, WRITE_BEHIND
+from halfbyte.formats.budgets import LAYERS_ON_GPU, LAYERS_ON_GPUS, ON_CPU, ON_GPU
 from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.int4 import output_tensors
 from halfbyte.formats.layout import lay_out_shards
@@ -124,11 +124,11 @@ def test_memory_is_far_below_the_model(default_plan: Plan) -> None:
     on_gpu = estimate_memory(default_plan.units, settings, default_plan.checkpoint.config)
     assert on_gpu.gpu + on_gpu.host == sum(on_gpu.detail.values())
     assert 0 < on_gpu.gpu < 64e9
-    assert on_gpu.placement == Placement(experts_at_once=33)
+    assert on_gpu.placement == Placement(experts_at_once=33, streams=LAYERS_ON_GPU)
     at_most = MemoryBudget(gpu=int(40e9))
     less = estimate_memory(default_plan.units, settings, default_plan.checkpoint.config, at_most)
     assert 0 < less.gpu < 40e9
-    assert on_gpu.host < 4e9
+    assert on_gpu.host < 5e9
 
 
 def test_a_budget_of_memory_decides_where_things_are(default_plan: Plan) -> None:
@@ -210,20 +210,32 @@ def test_ranks_share_sequences_and_experts(
     assert least.detail["experts in host memory"] == waiting * 4 // 3
 
 
+def test_streams_are_narrow_where_host_memory_is(default_plan: Plan) -> None:
+    settings = Settings(device="cuda", dtype="bfloat16")
+    model, units = default_plan.checkpoint.config, default_plan.units
+    free = estimate_memory(units, settings, model)
+    assert free.placement.streams == LAYERS_ON_GPU
+    narrow = estimate_memory(units, settings, model, MemoryBudget(host=free.host - 1))
+    assert narrow.placement.streams == ON_GPU
+    assert narrow.host < 4e9 < free.host
+    assert narrow.gpu == free.gpu
+    assert estimate_memory(units, settings, model, ranks=2).placement.streams == LAYERS_ON_GPUS
+
+
 def test_memory_of_a_data_free_run_counts_what_is_on_its_way(default_plan: Plan) -> None:
     model = default_plan.checkpoint.config
     on_gpu = estimate_memory(default_plan.units, Settings(method="rtn", device="cuda:1"), model)
-    assert on_gpu.host == TORCH + READ_AHEAD["cuda"] + WRITE_BEHIND["cuda"]
+    assert on_gpu.host == TORCH["cuda"] + ON_GPU.read_ahead + ON_GPU.write_behind
     # Ten linears of an expert, or one of attention, four times in float32.
     assert 4 * 4 * 6144 * 16384 <= on_gpu.gpu < 3e9
     on_cpu = estimate_memory(default_plan.units, Settings(method="rtn"), model)
     assert on_cpu.gpu == 0
-    assert on_cpu.detail["read ahead"] == READ_AHEAD["cpu"]
+    assert on_cpu.detail["read ahead"] == ON_CPU.read_ahead
     assert on_cpu.host < 1.5e9
     one = estimate_memory(default_plan.units[-1:], Settings(method="rtn"), model)
-    assert one.detail["written behind"] == WRITE_BEHIND["cpu"]
+    assert one.detail["written behind"] == ON_CPU.write_behind
     none = estimate_memory((), Settings(method="rtn"), model)
-    assert none.host == TORCH
+    assert none.host == TORCH["cpu"]
 
 
 def test_planning_never_imports_torch(glm52: Checkpoint) -> None:
