@@ -57,8 +57,9 @@ def main() -> None:
     with joined(device) as ranks:
         result = bench(arguments, device, ranks)
     if ranks.first:
-        for name, seconds in result.get("phases", {}).items():
-            print(f"{name:24} {seconds:8.3f} s")
+        for name in result.get("phases by rank", [{}])[0]:
+            of_ranks = (f"{phases.get(name, 0):8.3f}" for phases in result["phases by rank"])
+            print(f"{name:24} {' '.join(of_ranks)} s")
         for name in arguments.runs.split(","):
             print(f"{name + ', its layer':24} {result[f'{name} layer']:8.3f} s")
         if arguments.json:
@@ -85,7 +86,9 @@ def bench(arguments: argparse.Namespace, device: str, ranks: Ranks) -> dict[str,
     tokens = torch.randint(VOCABULARY, shape, generator=generator)
     limit = arguments.max_gpu_gib
     budget = MemoryBudget(None if limit is None else int(limit * 2**30))
-    plan = make_plan(open_checkpoint(source), load_recipe("glm-5"), settings, budget)
+    plan = make_plan(
+        open_checkpoint(source), load_recipe("glm-5"), settings, budget, ranks=ranks.count
+    )
     result: dict[str, Any] = {
         "ranks": ranks.count,
         "plan_gpu_bytes": plan.memory.gpu,
@@ -103,13 +106,17 @@ def bench(arguments: argparse.Namespace, device: str, ranks: Ranks) -> dict[str,
         ranks.everyone(None)
         started = time.perf_counter()
         if not ranks.first:
-            pipeline.follow(plan, output, tokens=tokens, ranks=ranks)
+            pipeline.follow(plan, output, tokens=tokens, phases=phases, ranks=ranks)
+            ranks.everyone(phases.seconds)
             continue
         units = Units()
         report = pipeline.run(
             plan, output, tokens=tokens, phases=phases, progress=units, ranks=ranks
         )
-        result[name] = phases.seconds if phases.on else time.perf_counter() - started
+        result[name] = time.perf_counter() - started
+        seconds = ranks.everyone(phases.seconds)
+        if phases.on:
+            result["phases by rank"] = seconds
         result[f"{name} layer"] = units.times[2] - units.times[1]
     gpu = 0 if device == "cpu" else torch.cuda.max_memory_allocated()
     result["peak_gpu_bytes"] = max(ranks.everyone(gpu))

@@ -102,7 +102,7 @@ def append(path, record, original=journal._append):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     original(path, record)
     with open(out.with_suffix(".units"), "a") as log:
-        log.write(record.get("unit", "") + "\\n")
+        log.writelines(unit["unit"] + "\\n" for unit in record.get("units", ()))
 
 os.environ |= environment
 torch.set_num_threads(1)
@@ -247,7 +247,8 @@ def committed(out: Path) -> list[str]:
     """Names of the units in the journal."""
     path = out / ".halfbyte" / "journal.jsonl"
     lines = path.read_text().split("\n")[1:-1] if path.exists() else []
-    return [json.loads(line.partition(" ")[2])["unit"] for line in lines]
+    records = (json.loads(line.partition(" ")[2]) for line in lines)
+    return [unit["unit"] for record in records for unit in record["units"]]
 
 
 @pytest.mark.parametrize(("count", "total"), [(1, 5), (3, 5), (4, 3), (2, 0)])

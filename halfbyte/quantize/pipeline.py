@@ -104,7 +104,14 @@ def run(
     return replace(report, seconds=time.monotonic() - started, peak_bytes=max(peaks))
 
 
-def follow(plan: Plan, output: Path, *, tokens: torch.Tensor | None = None, ranks: Ranks) -> None:
+def follow(
+    plan: Plan,
+    output: Path,
+    *,
+    tokens: torch.Tensor | None = None,
+    phases: Phases | None = None,
+    ranks: Ranks,
+) -> None:
     """The part of a run that falls to another rank than the first.
 
     Arguments, and what is raised, as for `run`, which the first rank is in meanwhile.
@@ -117,6 +124,8 @@ def follow(plan: Plan, output: Path, *, tokens: torch.Tensor | None = None, rank
     ahead = plan.memory.placement.streams.read_ahead
     with ShardReader(plan.checkpoint) as reader, _cpu_threads(plan.settings.threads):
         layers = None if tokens is None else _layer_quantizer(plan, reader, tokens, output, ranks)
+        if layers is not None and phases is not None:
+            layers.phases = phases
         earlier: _Earlier = ranks.of_first(None)
         if layers is not None:
             if earlier.state is not None:

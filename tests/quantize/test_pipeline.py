@@ -279,7 +279,7 @@ def test_resume_after_layers_without_a_state_gives_the_same_bytes(
             quantize(source, broken, resume=True, **options)
             break
         except Crash:
-            journal = Journal.load(broken / ".halfbyte" / "journal.jsonl")
+            journal = Journal(broken / ".halfbyte" / "journal.jsonl")
             finished.append(len(journal.commits))
             state = journal.commits[-1].record["state"]
             assert state is not None or len(journal.commits) in (1, units - 1)
