@@ -186,6 +186,8 @@ class Settings:
     """Whether a scale may be negative, which lets every group use the code -8."""
     refine: int = 2
     """Sweeps of coordinate descent over codes and scales after GPTQ; 0 leaves GPTQ's own."""
+    row_feedback: bool = True
+    """Whether rows that write into the residual stream make up for each other's errors."""
     expert_hessian: ExpertHessian = "blend"
     """Which tokens a routed expert is calibrated on; see `calibration.inputs`."""
     affinity: bool = False
@@ -213,6 +215,11 @@ class Settings:
     def compensates(self) -> bool:
         """Whether a column's rounding error is made up for in later columns (GPTQ)."""
         return self.method in ("gptq", "awq+gptq")
+
+    @property
+    def feeds_back(self) -> bool:
+        """Whether rows make up for each other: not in another engine's GPTQ."""
+        return self.row_feedback and self.compensates and self.engine == "halfbyte"
 
     def identity(self) -> dict[str, Any]:
         """By name, for comparison: which of several GPUs it was does not matter."""

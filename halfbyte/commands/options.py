@@ -46,6 +46,13 @@ Refine = Annotated[
         "--refine", min=0, max=100, help="Sweeps over codes and scales after GPTQ; 0 for none."
     ),
 ]
+RowFeedback = Annotated[
+    bool,
+    typer.Option(
+        "--row-feedback/--no-row-feedback",
+        help="Whether rows of down projections make up for each other, by what moves the logits.",
+    ),
+]
 ExpertHessianName = Annotated[
     Literal["routed", "blend", "all"],
     typer.Option(

@@ -49,6 +49,7 @@ from halfbyte.formats.files import file_sha256
 from halfbyte.formats.rows import InMemory, OnDisk, Rows
 from halfbyte.formats.shards import TORCH_DTYPES
 from halfbyte.quantize.experts import Emit, ExpertQuantizer
+from halfbyte.quantize.feedback import RowFeedback, logit_metric, row_feedback
 from halfbyte.quantize.phases import Phases
 from halfbyte.quantize.readers import ScalableInput, scalable_inputs
 from halfbyte.quantize.smoothing import ScaleSearch, Smoothing
@@ -57,6 +58,10 @@ from halfbyte.ranks import Ranks
 
 EXCHANGED_BYTES = 1 << 28
 """Of hidden states that ranks send at a time."""
+
+
+RESIDUAL_WRITERS = (".o_proj", ".down_proj")
+"""Linears whose output is added to the residual stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,8 @@ class LayerQuantizer:
     state: State | None = None
     """Input of the next layer; None before the embedding."""
     phases: Phases = field(default_factory=Phases)
+    feedback: RowFeedback | None = None
+    """Among the rows of what writes into the residual stream; made with the first layer."""
     ranks: Ranks = field(default_factory=Ranks)
     """Those that share the run: each has some of the sequences, and solves some of the experts."""
 
@@ -102,6 +109,9 @@ class LayerQuantizer:
         assert unit.index is not None
         if self.state is None:
             self.state = self.runner.embed(self.tokens[self._own])
+        if self.feedback is None and self.settings.feeds_back:
+            norm = self.runner.read(self.runner.architecture.prefix + "model.norm.weight")
+            self.feedback = row_feedback(logit_metric(self.runner.head(), norm, self.tokens))
         depth = unit.index - self.runner.architecture.layers
         if depth >= 0:
             tokens = self.tokens[self._own]
@@ -232,7 +242,8 @@ class LayerQuantizer:
             stats = by_module.get(module)
             known, _ = collected(1, [_scaled(stats, module, smoothing)])
             assert plan.scheme is not None
-            solved = solve(weight[None], plan.scheme, known, self.settings)
+            feedback = self.feedback if module.endswith(RESIDUAL_WRITERS) else None
+            solved = solve(weight[None], plan.scheme, known, self.settings, feedback=feedback)
             linear = solved.linears[0][0]
             emit(plan, int4.pack(linear.codes), linear.scales)
             reports.append(report_of(plan, linear, stats))
@@ -247,7 +258,7 @@ class LayerQuantizer:
         """Quantize the routed experts of a layer, then send the tokens through them."""
         assert self.state is not None
         quantizer = ExpertQuantizer(
-            self.runner, self.settings, self.placement, self.phases, self.ranks
+            self.runner, self.settings, self.placement, self.feedback, self.phases, self.ranks
         )
         reports, experts = quantizer.quantize(index, routing, search, emit)
         with self.phases("experts forward"):

@@ -18,6 +18,7 @@ from halfbyte.calibration.runner import LayerRunner, State, expert_batches
 from halfbyte.core import LinearReport, Placement, Settings, TensorPlan
 from halfbyte.formats import int4
 from halfbyte.kernels.reference import decode_int4
+from halfbyte.quantize.feedback import RowFeedback
 from halfbyte.quantize.phases import Phases
 from halfbyte.quantize.smoothing import ScaleSearch
 from halfbyte.quantize.solver import collected, report_of, solve
@@ -41,6 +42,8 @@ class ExpertQuantizer:
     runner: LayerRunner
     settings: Settings
     placement: Placement
+    feedback: RowFeedback | None
+    """For down projections."""
     phases: Phases
     ranks: Ranks
 
@@ -96,7 +99,8 @@ class ExpertQuantizer:
                     scheme = plans[0][0].scheme
                     assert scheme is not None
                     parts = [weight.shape[1] // len(leaves)] * len(leaves)
-                    solved = solve(weight, scheme, known, settings, parts)
+                    feedback = self.feedback if stack == "down" else None
+                    solved = solve(weight, scheme, known, settings, parts, feedback)
                 del weight, known
                 with self.phases("write"):
                     packed = int4.pack(solved.codes)

@@ -144,6 +144,8 @@ def estimate_memory(
         return whole if ranks == 1 else whole + part
 
     all_hidden = exchanged(hidden, own_hidden)
+    # Half a matrix of what errors ask of rows.
+    feedback = 2 * config_count(model, "hidden_size") ** 2 if settings.feeds_back else 0
     all_states = exchanged(state_bytes(settings, model), own_states)
 
     def with_placement(placement: Placement) -> MemoryEstimate:
@@ -178,6 +180,8 @@ def estimate_memory(
         waits = 0 if placement.experts_on_host else exchanged(waiting, own_waiting)
         passing = experts | {"quantized experts": waits}
         del passing["experts in work"]
+        for own_phase in (forward, experts, passing):
+            own_phase["row feedback"] = feedback
         phase = max(forward, exchange, experts, passing, key=lambda phase: sum(phase.values()))
         kept = {"hidden states", "experts' input", "quantized experts"} if on_gpu else set()
         phase = {

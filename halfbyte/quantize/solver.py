@@ -17,7 +17,8 @@ from halfbyte.core import (
 )
 from halfbyte.kernels.reference import dequantize_int4
 from halfbyte.quantize import llmcompressor
-from halfbyte.quantize.gptq import DIAGONAL, factorize, gptq
+from halfbyte.quantize.feedback import RowFeedback
+from halfbyte.quantize.gptq import DIAGONAL, Factor, factorize, gptq
 from halfbyte.quantize.refine import refine
 from halfbyte.quantize.rtn import round_to_nearest
 from halfbyte.quantize.scales import group_scales
@@ -66,10 +67,12 @@ def solve(
     inputs: Inputs | None,
     settings: Settings,
     parts: Sequence[int] = (),
+    feedback: RowFeedback | None = None,
 ) -> Solved:
     """Quantize `weights` float32 [B, N, K] by the method, engine and scale search of `settings`.
 
-    `parts` are the rows of the linears that each weight is a stack of; by default it is one.
+    `parts` are the rows of the linears that each weight is a stack of; by default it is one. With
+    `feedback` rows make up for each other when GPTQ is used.
     Without `inputs` a weight is rounded on its own, which under methods that compensate is the
     fallback "rtn"; those that only round (rtn, awq) measure with them. A linear that plain rounding
     serves better on the held-out inputs is rounded plainly, and says so. No weight's result depends
@@ -95,27 +98,27 @@ def solve(
         # diagonal, which counts errors that later columns make up for.
         plain = group_scales(weights, scheme, search, factor.pivots, signed=signed)
         rounded = round_to_nearest(weights, plain, scheme)
-        steps = factor.fallbacks
-        if settings.engine == "llmcompressor":
-            codes, steps = llmcompressor.gptq(
-                weights,
-                inputs.hessians,
-                plain,
-                scheme,
-                dampening=settings.dampening,
-                block_size=settings.block_size,
-            )
+        hessians, damping, sweeps = inputs.hessians, factor.damping, settings.refine
+        if feedback is None:
+            codes, steps = _compensated(weights, plain, factor, inputs, scheme, settings)
+            factor = replace(factor, lower=factor.lower.new_empty(0))  # as large as all Hessians
+            codes, scales = refine(weights, codes, plain, hessians, damping, scheme, sweeps)
         else:
-            codes = gptq(weights, factor, plain, scheme, settings.block_size)
-        diagonal = [fallback == DIAGONAL for fallback in factor.fallbacks]
-        damping = factor.damping
-        del factor  # as large as all Hessians
-        codes, scales = refine(
-            weights, codes, plain, inputs.hessians, damping, scheme, settings.refine
-        )
+            codes, scales = torch.empty_like(rounded), torch.empty_like(plain)
+            dtype = torch.bfloat16 if weights.is_cuda else torch.float32
+            errors = torch.empty_like(weights, dtype=dtype)
+            for block, target in feedback.targets(weights, errors):
+                found = group_scales(target, scheme, search, factor.pivots, signed=signed)
+                own, steps = _compensated(target, found, factor, inputs, scheme, settings)
+                own, found = refine(target, own, found, hessians, damping, scheme, sweeps)
+                codes[:, block], scales[:, block] = own, found
+                errors[:, block] = _errors(weights[:, block], own, found).to(dtype)
+            del errors
         for item in range(batch):
-            if diagonal[item % len(diagonal)]:  # refinement would descend without end
+            if factor.fallbacks[item % len(factor.fallbacks)] == DIAGONAL:
+                # Refinement would descend without end.
                 codes[item], scales[item] = rounded[item], plain[item]
+        del factor
         fallbacks = list(steps) * (batch // len(steps))
     errors = _errors(weights, codes, scales)
     rounding = errors if codes is rounded else _errors(weights, rounded, plain)
@@ -155,6 +158,27 @@ def solve(
             )
         linears.append(tuple(stack))
     return Solved(codes, scales, tuple(linears))
+
+
+def _compensated(
+    weights: torch.Tensor,
+    scales: torch.Tensor,
+    factor: Factor,
+    inputs: Inputs,
+    scheme: Scheme,
+    settings: Settings,
+) -> tuple[torch.Tensor, tuple[str | None, ...]]:
+    """Codes by GPTQ for fixed scales, and what it fell back to per Hessian."""
+    if settings.engine == "llmcompressor":
+        return llmcompressor.gptq(
+            weights,
+            inputs.hessians,
+            scales,
+            scheme,
+            dampening=settings.dampening,
+            block_size=settings.block_size,
+        )
+    return gptq(weights, factor, scales, scheme, settings.block_size), factor.fallbacks
 
 
 def collected(
