@@ -300,5 +300,7 @@ def _duration(plan: Plan) -> Duration:
     launch = torchrun()
     workers = 1 if launch is None else launch.count
     if plan.settings.device == "cpu":
-        workers *= plan.settings.threads or len(os.sched_getaffinity(0))
+        # torchrun gives each process one thread, unless told otherwise.
+        cores = len(os.sched_getaffinity(0)) if launch is None else 1
+        workers *= plan.settings.threads or cores
     return estimate_duration(plan, workers=workers)
