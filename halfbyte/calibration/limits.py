@@ -23,3 +23,9 @@ HELD_OUT_TOKENS = 256
 
 SAMPLE = 2
 """Tokens per input feature by which the layer's mean is estimated for a down projection."""
+
+GRID = 20
+"""Exponents that a search for AWQ's scales tries: 0, 1/20, ..., 19/20."""
+
+READERS_IN_SEARCH = 32
+"""Routed experts that a search for the scales of their norm looks at."""

@@ -1,4 +1,4 @@
-"""Bytes of host memory that reading ahead and writing behind may take.
+"""How much reading ahead and writing behind do at once, and may hold of host memory.
 
 Without torch, so that a plan can count them.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from halfbyte.core import Streams
 
+DISK_THREADS = 4
+"""Requests under way at once. One does not keep a fast disk busy."""
 PIECE = 16 << 20
 """What large tensors are copied and written in."""
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from threading import Event, Lock, Thread
 
 from halfbyte.core import Checkpoint
+from halfbyte.formats.budgets import DISK_THREADS
+from halfbyte.formats.files import read_at
 
-THREADS = 4
-"""Requests under way at once. One does not keep a fast disk busy."""
 PIECE = 4 << 20
 """Bytes of a request, and of memory for each thread."""
 SHARE = 4
@@ -37,14 +37,16 @@ def page_cache_filling(checkpoint: Checkpoint, limit: int | None = None) -> Iter
             if piece is None:
                 return
             path, begin, size = piece
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, EOFError):
                 descriptor = os.open(path, os.O_RDONLY)
                 try:
-                    os.preadv(descriptor, [buffer[:size]], begin)
+                    read_at(descriptor, begin, buffer[:size])
                 finally:
                     os.close(descriptor)
 
-    threads = [Thread(target=work, name=f"page-cache-{n}", daemon=True) for n in range(THREADS)]
+    threads = [
+        Thread(target=work, name=f"page-cache-{n}", daemon=True) for n in range(DISK_THREADS)
+    ]
     for thread in threads:
         thread.start()
     try:

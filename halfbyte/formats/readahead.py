@@ -16,10 +16,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from halfbyte.formats.budgets import page_locked
+from halfbyte.formats.budgets import DISK_THREADS, page_locked
 
-THREADS = 4
-"""Requests under way at once. One does not keep a fast disk busy."""
 SMALL = 1 << 20
 """A range of at most this many bytes is read along with the one that it follows in its file."""
 TOGETHER = 64
@@ -81,7 +79,8 @@ class ReadAhead:
         self._closed = False
         self._changed = Condition()
         self._threads = [
-            Thread(target=self._work, name=f"read-ahead-{n}", daemon=True) for n in range(THREADS)
+            Thread(target=self._work, name=f"read-ahead-{n}", daemon=True)
+            for n in range(DISK_THREADS)
         ]
         for thread in self._threads:
             thread.start()

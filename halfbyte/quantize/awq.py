@@ -26,6 +26,7 @@ from typing import TypeVar
 
 import torch
 
+from halfbyte.calibration.limits import GRID, READERS_IN_SEARCH
 from halfbyte.core import Scheme
 from halfbyte.errors import CalibrationError
 from halfbyte.kernels.reference import dequantize_int4
@@ -34,12 +35,8 @@ from halfbyte.quantize.scales import group_scales
 
 T = TypeVar("T")
 
-GRID = 20
-"""Exponents tried: 0, 1/20, ..., 19/20."""
 LARGEST_POWER = 8
 """Scales lie within 2^-8 ... 2^8."""
-READERS_IN_SEARCH = 32
-"""Routed experts that a search for the scales of their norm looks at."""
 
 
 @dataclass(frozen=True, slots=True)

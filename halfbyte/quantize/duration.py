@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from halfbyte.calibration.families import is_routed_expert
-from halfbyte.calibration.limits import SAMPLE
+from halfbyte.calibration.limits import GRID, READERS_IN_SEARCH, SAMPLE
 from halfbyte.core import Plan, Settings, TensorPlan
 from halfbyte.formats.config import config_count, text_config
 from halfbyte.quantize.memory import calibrates, hidden_bytes, state_bytes
@@ -26,10 +26,8 @@ STATE_INTERVAL = 10
 """A calibration state is stored when this many times what writing the last one took has passed
 since. So writing takes a tenth of a run at most, and a crash costs little more than ten times a
 state's writing: some two minutes for the 13 GB of a million tokens of GLM-5.2."""
-SCALINGS = 21
-"""Scales of one input that AWQ tries."""
-SEARCHED_EXPERTS = 32
-"""Routed experts that take part in the search of their norm's scales, at most."""
+SCALINGS = GRID + 1
+"""Scales of one input that AWQ tries, none among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +133,7 @@ def _solver_seconds(tensors: Sequence[TensorPlan], settings: Settings) -> dict[s
         searched = [t for t in linears if not is_routed_expert(t.module)]
         experts = [t for t in linears if is_routed_expert(t.module)]
         down = [t for t in experts if t.module.endswith("down_proj")]
-        wide = [t for t in experts if not t.module.endswith("down_proj")][: 2 * SEARCHED_EXPERTS]
+        wide = [t for t in experts if not t.module.endswith("down_proj")][: 2 * READERS_IN_SEARCH]
         found["scale inputs"] = SCALINGS * _weights([*searched, *down, *wide]) / speed.weights
     return found
 

@@ -161,6 +161,7 @@ def estimate_memory(
             "plain weights of a layer": plain,
             "activations of a batch": _activations(own, model),
             "Hessians of plain linears": hessians,
+            "row feedback": feedback,
         }
         exchange = {
             "hidden states": state,
@@ -176,12 +177,11 @@ def estimate_memory(
             "activations of an expert": _expert_activations(
                 settings, model, copies=[placement.states, placement.inputs]
             ),
+            "row feedback": feedback,
         }
         waits = 0 if placement.experts_on_host else exchanged(waiting, own_waiting)
         passing = experts | {"quantized experts": waits}
         del passing["experts in work"]
-        for own_phase in (forward, experts, passing):
-            own_phase["row feedback"] = feedback
         phase = max(forward, exchange, experts, passing, key=lambda phase: sum(phase.values()))
         kept = {"hidden states", "experts' input", "quantized experts"} if on_gpu else set()
         phase = {

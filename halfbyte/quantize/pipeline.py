@@ -80,9 +80,7 @@ def run(
         return finished
     ahead = plan.memory.placement.streams.read_ahead
     with ShardReader(plan.checkpoint) as reader, _cpu_threads(plan.settings.threads):
-        layers = None if tokens is None else _layer_quantizer(plan, reader, tokens, output, ranks)
-        if layers is not None and phases is not None:
-            layers.phases = phases
+        layers = _layer_quantizer(plan, reader, tokens, output, phases, ranks)
         prepare_folder(output, plan, resume=resume, overwrite=overwrite)
         share = shares(plan, ranks.count)[0]
         with CheckpointWriter(output, plan, identity, share) as writer:
@@ -123,17 +121,18 @@ def follow(
         return  # finished already
     ahead = plan.memory.placement.streams.read_ahead
     with ShardReader(plan.checkpoint) as reader, _cpu_threads(plan.settings.threads):
-        layers = None if tokens is None else _layer_quantizer(plan, reader, tokens, output, ranks)
-        if layers is not None and phases is not None:
-            layers.phases = phases
+        layers = _layer_quantizer(plan, reader, tokens, output, phases, ranks)
         earlier: _Earlier = ranks.of_first(None)
         if layers is not None:
             if earlier.state is not None:
                 layers.load(output / WORK_FOLDER / earlier.state["file"], earlier.state["sha256"])
-            units = earlier.left(plan.units[: _last_quantized(plan) + 1])
+            units = earlier.left(_calibrated(plan))
             order = read_order(units, calibrated=True, ranks=ranks)
             with reader.read_ahead(order, plan.settings.device, ahead):
-                _calibrate_along(plan, units, layers)
+                for unit in units:
+                    layers.run(unit, lambda *_: None)
+                    if unit is not units[-1] and ranks.of_first(None):
+                        layers.tensors()  # which the first rank stores
         else:
             share, identity = shares(plan, ranks.count)[ranks.rank], run_identity(plan)
             with CheckpointWriter(output, plan, identity, share, joins=True) as writer:
@@ -277,8 +276,8 @@ class _Earlier(NamedTuple):
 
 def _earlier(plan: Plan, commits: Sequence[Commit]) -> _Earlier:
     stored = [c.record["state"] for c in commits if c.record["state"] is not None]
-    state = stored[-1] if stored and len(commits) <= _last_quantized(plan) else None
-    return _Earlier(frozenset(commit.unit for commit in commits), state)
+    earlier = _Earlier(frozenset(commit.unit for commit in commits), stored[-1] if stored else None)
+    return earlier if earlier.left(_calibrated(plan)) else earlier._replace(state=None)
 
 
 def _work(
@@ -295,20 +294,20 @@ def _work(
 
     sizes = [sum(t.source.nbytes for t in unit.tensors) for unit in units]
     progress.start("quantize", sum(sizes), "bytes")
-    last = _last_quantized(plan)
+    calibrated = _calibrated(plan)
     hold = False
-    place = {unit.name: number for number, unit in enumerate(plan.units)}
     for unit, size in zip(units, sizes, strict=True):
-        i = place[unit.name]
         reports: list[LinearReport] = []
         rest, smoothing = unit.tensors, Smoothing()
-        if layers is not None and unit.kind in ("layer", "mtp") and i <= last:
+        if layers is not None and unit in calibrated:
             result = layers.run(unit, partial(write_int4, writer))
             reports, smoothing = list(result.reports), result.smoothing
-            saves = i < last and layers.ranks.of_first(state_pays(writer.saved, time.monotonic()))
+            more = unit is not calibrated[-1]
+            saves = more and layers.ranks.of_first(state_pays(writer.saved, time.monotonic()))
             if saves:
-                writer.save(f"state-{i}.safetensors", layers.tensors())
-            hold = i < last and not saves
+                place = plan.units.index(unit)
+                writer.save(f"state-{place}.safetensors", layers.tensors())
+            hold = more and not saves
             rest = tuple(t for t in rest if t.action != "quantize")
         reports += convert(rest, plan.settings, reader, writer, smoothing)
         record = {
@@ -318,18 +317,6 @@ def _work(
         writer.commit(unit, record, hold=hold)
         progress.advance(size)
         progress.note(_summary(unit, reports))
-
-
-def _calibrate_along(plan: Plan, units: Sequence[Unit], layers: LayerQuantizer) -> None:
-    """The part of calibrated layers that falls to a rank that does not write."""
-    last = _last_quantized(plan)
-    place = {unit.name: number for number, unit in enumerate(plan.units)}
-    for unit in units:
-        i = place[unit.name]
-        if unit.kind in ("layer", "mtp") and i <= last:
-            layers.run(unit, lambda *_: None)
-            if i < last and layers.ranks.of_first(None):
-                layers.tensors()  # which the first rank stores
 
 
 def state_pays(last: SavedState | None, now: float) -> bool:
@@ -342,17 +329,26 @@ def state_pays(last: SavedState | None, now: float) -> bool:
     return cost < CHEAP_STATE or elapsed >= STATE_INTERVAL * cost
 
 
-def _last_quantized(plan: Plan) -> int:
-    """Index of the last unit with something to quantize, -1 without any."""
-    return max(
+def _calibrated(plan: Plan) -> list[Unit]:
+    """The layers that tokens are sent through: up to the last with something to quantize."""
+    last = max(
         (i for i, u in enumerate(plan.units) if any(t.action == "quantize" for t in u.tensors)),
         default=-1,
     )
+    return [unit for unit in plan.units[: last + 1] if unit.kind in ("layer", "mtp")]
 
 
 def _layer_quantizer(
-    plan: Plan, reader: ShardReader, tokens: torch.Tensor, output: Path, ranks: Ranks
-) -> LayerQuantizer:
+    plan: Plan,
+    reader: ShardReader,
+    tokens: torch.Tensor | None,
+    output: Path,
+    phases: Phases | None,
+    ranks: Ranks,
+) -> LayerQuantizer | None:
+    """None without tokens."""
+    if tokens is None:
+        return None
     import torch
 
     from halfbyte.calibration.architecture import Architecture
@@ -373,7 +369,14 @@ def _layer_quantizer(
     for unit in plan.units:
         if unit.index is not None:
             runner.check_layer(unit.index)
-    return LayerQuantizer(runner, settings, tokens, plan.memory.placement, ranks=ranks)
+    return LayerQuantizer(
+        runner,
+        settings,
+        tokens,
+        plan.memory.placement,
+        phases=phases or Phases(),
+        ranks=ranks,
+    )
 
 
 def _summary(unit: Unit, reports: list[LinearReport]) -> str:

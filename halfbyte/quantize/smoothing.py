@@ -165,8 +165,8 @@ class ScaleSearch:
         """The norm that only routed experts are quantized behind; nothing if that is not so.
 
         `hessian` float32 [K, K] is the second moment of what the whole layer reads; `loads` is the
-        share of its tokens that each expert gets. At most `awq.READERS_IN_SEARCH` experts that get
-        tokens take part, evenly spread by index, each weighed by its load.
+        share of its tokens that each expert gets. At most `limits.READERS_IN_SEARCH` experts that
+        get tokens take part, evenly spread by index, each weighed by its load.
         """
         for scalable in self.smoothing.inputs:
             pairs = _expert_pairs(scalable)

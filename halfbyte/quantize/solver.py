@@ -98,22 +98,16 @@ def solve(
         # diagonal, which counts errors that later columns make up for.
         plain = group_scales(weights, scheme, search, factor.pivots, signed=signed)
         rounded = round_to_nearest(weights, plain, scheme)
-        hessians, damping, sweeps = inputs.hessians, factor.damping, settings.refine
         if feedback is None:
             codes, steps = _compensated(weights, plain, factor, inputs, scheme, settings)
             factor = replace(factor, lower=factor.lower.new_empty(0))  # as large as all Hessians
-            codes, scales = refine(weights, codes, plain, hessians, damping, scheme, sweeps)
+            hessians, damping = inputs.hessians, factor.damping
+            codes, scales = refine(
+                weights, codes, plain, hessians, damping, scheme, settings.refine
+            )
         else:
-            codes, scales = torch.empty_like(rounded), torch.empty_like(plain)
-            dtype = torch.bfloat16 if weights.is_cuda else torch.float32
-            errors = torch.empty_like(weights, dtype=dtype)
-            for block, target in feedback.targets(weights, errors):
-                found = group_scales(target, scheme, search, factor.pivots, signed=signed)
-                own, steps = _compensated(target, found, factor, inputs, scheme, settings)
-                own, found = refine(target, own, found, hessians, damping, scheme, sweeps)
-                codes[:, block], scales[:, block] = own, found
-                errors[:, block] = _errors(weights[:, block], own, found).to(dtype)
-            del errors
+            codes, scales = _by_blocks(weights, feedback, factor, inputs, scheme, settings)
+            steps = factor.fallbacks
         for item in range(batch):
             if factor.fallbacks[item % len(factor.fallbacks)] == DIAGONAL:
                 # Refinement would descend without end.
@@ -179,6 +173,33 @@ def _compensated(
             block_size=settings.block_size,
         )
     return gptq(weights, factor, scales, scheme, settings.block_size), factor.fallbacks
+
+
+def _by_blocks(
+    weights: torch.Tensor,
+    feedback: RowFeedback,
+    factor: Factor,
+    inputs: Inputs,
+    scheme: Scheme,
+    settings: Settings,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and refined scales, block by block of the rows, each for what errors before ask of it.
+    Shapes as in `Solved`."""
+    batch, rows, columns = weights.shape
+    codes = torch.empty_like(weights, dtype=torch.int8)
+    scales = weights.new_empty(batch, rows, scheme.groups(columns), dtype=torch.bfloat16)
+    # BF16 is exact enough for what errors ask of other rows, and fast on a GPU.
+    errors = torch.empty_like(weights, dtype=torch.bfloat16 if weights.is_cuda else torch.float32)
+    search, signed, pivots = settings.scale_search, settings.signed_scales, factor.pivots
+    for block, target in feedback.targets(weights, errors):
+        found = group_scales(target, scheme, search, pivots, signed=signed)
+        own, _ = _compensated(target, found, factor, inputs, scheme, settings)
+        own, found = refine(
+            target, own, found, inputs.hessians, factor.damping, scheme, settings.refine
+        )
+        codes[:, block], scales[:, block] = own, found
+        errors[:, block] = _errors(weights[:, block], own, found).to(errors.dtype)
+    return codes, scales
 
 
 def collected(

@@ -13,11 +13,8 @@ import pytest
 from halfbyte.commands.tables import plan_record, plan_summary
 from halfbyte.core import Placement, Plan, Settings
 from halfbyte.formats.checkpoint import open_checkpoint
-from halfbyte.quantize import awq
 from halfbyte.quantize.duration import (
     DISK,
-    SCALINGS,
-    SEARCHED_EXPERTS,
     STATE_INTERVAL,
     estimate_duration,
     layer_seconds,
@@ -132,11 +129,6 @@ def test_the_disk_takes_states_that_are_stored_and_those_without_room(glm52: Pla
         memory = replace(glm52.memory, placement=Placement(1, states, inputs))
         found = estimate_duration(replace(glm52, memory=memory)).disk
         assert found == pytest.approx(expected + min(stored, expected / STATE_INTERVAL))
-
-
-def test_awq_searches_what_is_counted() -> None:
-    assert SCALINGS == awq.GRID + 1
-    assert SEARCHED_EXPERTS == awq.READERS_IN_SEARCH
 
 
 def test_the_plan_says_so(glm52: Plan) -> None:

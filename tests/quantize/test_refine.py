@@ -194,35 +194,19 @@ def test_it_is_coordinate_descent(columns: int, scheme: Scheme, sweeps: int) -> 
     assert first_difference(codes, problem.codes) is not None
 
 
-def test_weights_that_share_a_hessian_are_refined_as_if_alone() -> None:
-    problem = make_problem(192, Scheme(), batch=4, shared=True)
+@pytest.mark.parametrize("shared", [True, False], ids=["one Hessian", "one each"])
+def test_a_batch_does_not_change_the_results_in_it(shared: bool) -> None:
+    problem = make_problem(192, Scheme(), batch=4, shared=shared)
     codes, scales = problem.refined(3)
     for item in range(4):
         one = slice(item, item + 1)
+        own = slice(1) if shared else one
         alone = refine(
             problem.weights[one],
             problem.codes[one],
             problem.scales[one],
-            problem.hessians,
-            problem.damping,
-            problem.scheme,
-            3,
-        )
-        assert first_difference(codes[one], alone[0]) is None
-        assert first_difference(scales[one], alone[1]) is None
-
-
-def test_a_batch_does_not_change_the_results_in_it() -> None:
-    problem = make_problem(192, Scheme(), batch=4)
-    codes, scales = problem.refined(3)
-    for item in range(4):
-        one = slice(item, item + 1)
-        alone = refine(
-            problem.weights[one],
-            problem.codes[one],
-            problem.scales[one],
-            problem.hessians[one],
-            problem.damping[one],
+            problem.hessians[own],
+            problem.damping[own],
             problem.scheme,
             3,
         )
