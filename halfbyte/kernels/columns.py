@@ -11,6 +11,8 @@ A row's codes do not depend on what else is in the batch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -33,20 +35,26 @@ def round_columns(
     columns_per_group: int,
     code_min: int,
     code_max: int,
+    divisors: Sequence[float] = (),
 ) -> torch.Tensor:
     """Codes int8 [H, N, K], in stored order, of columns rounded one after the other.
 
     `weights` float32 [H, N, K], `factor` [H, P, P] and `order` int64 [H, K] of the Hessians, and
-    `scales` bfloat16 [H, N, groups] of groups of `columns_per_group` columns as stored.
+    `scales` bfloat16 [H, N, groups] of groups of `columns_per_group` columns as stored. With
+    `divisors` scales are searched when it is a group's turn, as by
+    `halfbyte.quantize.scales.least_squares_scales`, and written; groups are of 32 columns then, and
+    the order keeps them together.
     """
     hessians, rows, columns = weights.shape
     padded = factor.shape[-1]
-    round_block = kernel("columns", "round_block", _SHARED_BYTES)
+    name = "search_and_round_block" if divisors else "round_block"
+    round_block = kernel("columns", name, _SHARED_BYTES)
     diagonal = factor.diagonal(dim1=1, dim2=2).contiguous()
     errors = ordered(weights, order, padded)
     codes = torch.empty_like(errors, dtype=torch.int8)
     target = weights.new_empty(hessians, rows, min(WIDE, padded))
     order = order.int()
+    candidates = torch.tensor(divisors, dtype=torch.float32, device=weights.device)
     pitch, tiles = target.shape[-1], triton.cdiv(rows, _ROWS)
 
     def feed_back(start: int, stop: int, behind: int, end: int, first: int) -> None:
@@ -65,8 +73,8 @@ def round_columns(
                 feed_back(start, start + BLOCK, start + BLOCK, stop, first)
             round_block(
                 (tiles, hessians), _ROWS, target, errors, codes, factor, scales, order,
-                rows, columns, padded, scales.shape[-1], columns_per_group, start,
-                pitch, start - first, float(code_min), float(code_max),
+                candidates, len(divisors), rows, columns, padded, scales.shape[-1],
+                columns_per_group, start, pitch, start - first, float(code_min), float(code_max),
             )  # fmt: skip
     return stored(codes, order.long())
 

@@ -10,6 +10,10 @@ the first, is rounded to what is nearest to wᵢ + Σ_{j>i} eⱼ lⱼᵢ / lᵢ�
 order of energy these are the codes of GPTQ with act-order (Frantar et al., arXiv 2210.17323), which
 takes them in descending order from a Cholesky factor of H⁻¹; here nothing is inverted.
 
+The scale of a group of `SEARCHED_GROUP` columns can be searched when the group's turn comes
+(`gptq_and_scales`): by then the errors behind it are known, and with them what its columns have to
+be rounded to. That takes groups whole, one after the other, where act-order alone scatters them.
+
 Rows do not interact. Weights that read the same input are therefore just more rows of one weight,
 and so they are solved: one factorization, one matrix product.
 
@@ -18,15 +22,20 @@ On the CPU this is plain torch; on a GPU the same in the kernels of `halfbyte.ke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from halfbyte.core import Scheme
 from halfbyte.errors import CalibrationError
+from halfbyte.quantize.scales import divisors_of, least_squares_scales
 
 DAMPING_STEPS = (1, 10, 100)
 """Multiples of the damping that are tried in turn until the Hessian factorizes."""
+SEARCHED_GROUP = 32
+"""Columns of a group whose scale is searched when its turn comes. Keeping columns together costs
+act-order some of its effect: with groups of 128 more than the search brings."""
 DIAGONAL = "diagonal"
 """The fallback of a Hessian that never does: all beside its diagonal is ignored."""
 
@@ -46,14 +55,19 @@ class Factor:
     """float32 [H]: what was added to the diagonal."""
     fallbacks: tuple[str | None, ...]
     """Per Hessian: None, "damping x10", "damping x100", or `DIAGONAL`."""
+    together: int = 1
+    """So many columns of the weight, from the first on, follow each other in the order."""
 
 
-def factorize(hessians: torch.Tensor, dampening: float, *, act_order: bool = True) -> Factor:
+def factorize(
+    hessians: torch.Tensor, dampening: float, *, act_order: bool = True, together: int = 1
+) -> Factor:
     """Factorize second moments float32 [H, K, K], each by itself.
 
     `dampening` times the mean of the diagonal is added to the diagonal. With `act_order` columns
     are rounded in descending order of the diagonal, those with the most energy first, while later
-    ones can still make up for their errors. An input that is always zero needs no special case:
+    ones can still make up for their errors; `together` of them stay together, and go by their sum.
+    An input that is always zero needs no special case:
     damping leaves its column on its own, so it is plainly rounded and disturbs nothing.
 
     A matrix that is not positive definite even so (too few or badly accumulated tokens) climbs the
@@ -70,13 +84,18 @@ def factorize(hessians: torch.Tensor, dampening: float, *, act_order: bool = Tru
             hint="one infinite activation is enough; compute in float32: --dtype float32",
         )
     if act_order:
-        order = diagonal.argsort(dim=1, descending=True, stable=True).flip(1)
+        energy = diagonal.unflatten(1, (-1, together))
+        within = energy.argsort(dim=2, descending=True, stable=True)
+        total = energy.sum(2, dtype=torch.float64)
+        groups = total.argsort(dim=1, descending=True, stable=True)[..., None]
+        within = within.gather(1, groups.expand_as(within))
+        order = (groups * together + within).flatten(1).flip(1)
     else:
         order = torch.arange(columns, device=hessians.device).flip(0).repeat(count, 1)
     # In float64, so that no order of summing shows: it differs with the number of Hessians.
     damping = dampening * diagonal.mean(1, dtype=torch.float64).float()
     lower, failed = _cholesky(hessians, order, damping)
-    factor = Factor(order, lower, diagonal, damping, (None,) * count)
+    factor = Factor(order, lower, diagonal, damping, (None,) * count, together)
     for item in failed.nonzero().flatten().tolist():
         factor = _with_more_damping(factor, item, hessians[item])
     pivots = torch.empty_like(diagonal, memory_format=torch.contiguous_format)
@@ -138,10 +157,49 @@ def gptq(
     errors so far, then its columns follow one by one, touching only the block. It changes codes
     only where float32 rounding decides a tie. On a GPU blocks are of 128, whatever is asked for.
     """
+    fixed = scales.reshape(len(factor.order), -1, scales.shape[-1]).contiguous()
+    return _round(weights, factor, fixed, scheme, block_size)
+
+
+def gptq_and_scales(
+    weights: torch.Tensor,
+    factor: Factor,
+    scheme: Scheme,
+    block_size: int = 128,
+    *,
+    signed: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes as from `gptq`, and the scales, bfloat16 [B, N, groups], that were found on the way.
+
+    Each group gets what `group_scales` finds for the columns as they stand when it is their turn.
+    The factor keeps the columns of a group together.
+    """
     batch, rows, columns = weights.shape
-    hessians = factor.order.shape[0]
-    shared = weights.reshape(hessians, -1, columns)
-    shared_scales = scales.reshape(hessians, -1, scales.shape[-1])
+    group = scheme.columns_per_group(columns)
+    if factor.together != group:
+        raise ValueError(f"a factor of groups of {factor.together} columns for groups of {group}")
+    hessians = len(factor.order)
+    shape = hessians, batch * rows // hessians, scheme.groups(columns)
+    scales = torch.empty(shape, dtype=torch.bfloat16, device=weights.device)
+    divisors = divisors_of(scheme, group, signed=signed)
+    codes = _round(weights, factor, scales, scheme, block_size, divisors)
+    return codes, scales.reshape(batch, rows, -1)
+
+
+def _round(
+    weights: torch.Tensor,
+    factor: Factor,
+    scales: torch.Tensor,
+    scheme: Scheme,
+    block_size: int,
+    divisors: Sequence[float] = (),
+) -> torch.Tensor:
+    """Codes int8 [B, N, K] for `scales` bfloat16 [H, rows, groups], H Hessians for all rows. With
+    `divisors` these are searched, and written."""
+    columns = weights.shape[-1]
+    hessians, rows, _ = scales.shape
+    group = scheme.columns_per_group(columns)
+    shared = weights.reshape(hessians, rows, columns)
     if weights.is_cuda:
         from halfbyte.kernels.columns import round_columns
 
@@ -149,19 +207,22 @@ def gptq(
             shared,
             factor.lower,
             factor.order,
-            shared_scales.contiguous(),
-            scheme.columns_per_group(columns),
+            scales,
+            group,
             scheme.code_min,
             scheme.code_max,
+            divisors,
         )
-        return codes.reshape(batch, rows, columns)
+        return codes.reshape(weights.shape)
     # Transposed, so that a column lies in one piece: [hessians, columns, rows of all sharers].
     # Holds the weights at first, and their errors once they are rounded.
     errors = torch.empty_like(shared.mT, memory_format=torch.contiguous_format)
     for item, order in enumerate(factor.order):
         errors[item] = shared[item].mT[order]
-    group_scales = shared_scales.float().mT
-    group_of_column = factor.order[:, :, None] // scheme.columns_per_group(columns)
+    if divisors:
+        block_size = max(block_size // group, 1) * group
+    group_of_column = factor.order[..., None] // group
+    pivot_roots = factor.lower.diagonal(dim1=1, dim2=2)
     codes = torch.empty_like(errors, dtype=torch.int8)
     for stop in range(columns, 0, -block_size):
         block = slice(max(0, stop - block_size), stop)
@@ -170,8 +231,18 @@ def gptq(
         lower = lower / lower.diagonal(dim1=1, dim2=2)[:, None, :]
         width = lower.shape[-1]
         target = torch.baddbmm(errors[:, block], lower[:, width:].mT, errors[:, stop:columns])
-        scale = torch.take_along_dim(group_scales, group_of_column[:, block], 1)
+        scale = torch.take_along_dim(scales.mT, group_of_column[:, block], 1).float()
         for i in reversed(range(width)):
+            if divisors and (i + 1) % group == 0:
+                own = slice(i + 1 - group, i + 1)
+                found = least_squares_scales(
+                    _best_values(errors[:, block][:, own], target[:, own], lower[:, own, own]),
+                    scheme,
+                    divisors,
+                    pivot_roots[:, block][:, own],
+                ).T[..., None]
+                scale[:, own] = found.mT
+                scales.scatter_(2, group_of_column[:, block][:, i : i + 1].expand_as(found), found)
             code = target[:, i]
             code.div_(scale[:, i]).round_().clamp_(scheme.code_min, scheme.code_max)
             error = errors[:, block.start + i].addcmul_(code, scale[:, i], value=-1)
@@ -179,4 +250,15 @@ def gptq(
         codes[:, block] = target
     for item, order in enumerate(factor.order):
         codes[item, order] = codes[item].clone()
-    return codes.mT.reshape(batch, rows, columns).contiguous()
+    return codes.mT.reshape(weights.shape).contiguous()
+
+
+def _best_values(weights: torch.Tensor, target: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
+    """What the columns of a group would be without any rounding, [rows, H, columns]: each makes up
+    for the errors behind the group, which `target` [H, columns, rows] holds, and for those that
+    the columns after it get from doing so."""
+    values = target.clone()
+    for i in reversed(range(values.shape[1])):
+        moved = weights[:, i] - values[:, i]
+        values[:, :i].addcmul_(lower[:, i, :i, None], moved[:, None])
+    return values.permute(2, 0, 1).contiguous()

@@ -8,7 +8,7 @@ never look at its sign.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -44,7 +44,7 @@ def group_scales(
     """
     columns = weights.shape[-1]
     group = scheme.columns_per_group(columns)
-    divisors = list(_divisors(scheme, group, signed))
+    divisors = divisors_of(scheme, group, signed=signed)
     if weights.is_cuda and search == "mse":
         from halfbyte.kernels.scale_search import LARGEST_GROUP, search_scales
 
@@ -71,7 +71,7 @@ def group_scales(
     for item, weight in enumerate(grouped):
         own = None if column_weights is None else column_weights[item]
         search_rows = partial(
-            _least_squares_scales, scheme=scheme, divisors=divisors, column_weights=own
+            least_squares_scales, scheme=scheme, divisors=divisors, column_weights=own
         )
         scales[item] = _by_rows(search_rows, weight) if weight.is_cpu else search_rows(weight)
     return scales
@@ -95,13 +95,15 @@ def _by_rows(
         torch.set_num_threads(before)
 
 
-def _least_squares_scales(
+def least_squares_scales(
     weight: torch.Tensor,
     scheme: Scheme,
-    divisors: list[float],
+    divisors: Sequence[float],
     column_weights: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The grid point with the least error for each group of `weight` [N, groups, group size]."""
+    """Of each group of `weight` [N, groups, group size] the largest magnitude over that of the
+    divisors with the least error, the first of equals: bfloat16 [N, groups]. Errors are multiplied
+    with `column_weights` [groups, group size] before they are squared."""
     largest = weight.abs().amax(-1)
     best = torch.empty_like(largest, dtype=torch.bfloat16)
     least = torch.full_like(largest, float("inf"))
@@ -120,17 +122,15 @@ def _least_squares_scales(
     return best
 
 
-def _divisors(scheme: Scheme, group: int, signed: bool) -> Iterator[float]:
-    """What the largest magnitude of a group is divided by, the usual one first: it wins ties."""
+def divisors_of(scheme: Scheme, group: int, *, signed: bool) -> tuple[float, ...]:
+    """What a search divides the largest magnitude of a group of `group` columns by, the usual one
+    first: it wins ties."""
     half_range = _half_range(scheme)
     smallest = SMALLEST_SHRINK[128 if group <= 128 else None]
-    for sign in (1, -1) if signed else (1,):
-        yield sign * half_range
-        yield sign * scheme.code_max
-        if signed:
-            yield sign * -scheme.code_min
-        for i in range(1, round((1 - smallest) / SHRINK_STEP) + 1):
-            yield sign * half_range / (1 - i * SHRINK_STEP)
+    steps = range(1, round((1 - smallest) / SHRINK_STEP) + 1)
+    ends = (scheme.code_max, -scheme.code_min) if signed else (scheme.code_max,)
+    one_side = (half_range, *ends, *(half_range / (1 - i * SHRINK_STEP) for i in steps))
+    return (*one_side, *(-divisor for divisor in one_side)) if signed else one_side
 
 
 def _half_range(scheme: Scheme) -> float:

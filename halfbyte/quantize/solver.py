@@ -18,7 +18,14 @@ from halfbyte.core import (
 from halfbyte.kernels.reference import dequantize_int4
 from halfbyte.quantize import llmcompressor
 from halfbyte.quantize.feedback import RowFeedback
-from halfbyte.quantize.gptq import DIAGONAL, Factor, factorize, gptq
+from halfbyte.quantize.gptq import (
+    DIAGONAL,
+    SEARCHED_GROUP,
+    Factor,
+    factorize,
+    gptq,
+    gptq_and_scales,
+)
 from halfbyte.quantize.refine import refine
 from halfbyte.quantize.rtn import round_to_nearest
 from halfbyte.quantize.scales import group_scales
@@ -92,18 +99,22 @@ def solve(
         plain = scales
         fallbacks: list[str | None] = ["rtn" if settings.compensates else None] * batch
     else:
-        factor = factorize(inputs.hessians, settings.dampening)
+        factor = factorize(
+            inputs.hessians,
+            settings.dampening,
+            together=_searched_in_turn(scheme, weights.shape[-1], settings),
+        )
         # What GPTQ minimises is the rounding errors weighed by its pivots, so scales are chosen
         # for that. On calibration inputs this beats the plain squared error and the Hessian's
         # diagonal, which counts errors that later columns make up for.
         plain = group_scales(weights, scheme, search, factor.pivots, signed=signed)
         rounded = round_to_nearest(weights, plain, scheme)
         if feedback is None:
-            codes, steps = _compensated(weights, plain, factor, inputs, scheme, settings)
+            codes, scales, steps = _compensated(weights, factor, inputs, scheme, settings, plain)
             factor = replace(factor, lower=factor.lower.new_empty(0))  # as large as all Hessians
             hessians, damping = inputs.hessians, factor.damping
             codes, scales = refine(
-                weights, codes, plain, hessians, damping, scheme, settings.refine
+                weights, codes, scales, hessians, damping, scheme, settings.refine
             )
         else:
             codes, scales = _by_blocks(weights, feedback, factor, inputs, scheme, settings)
@@ -156,15 +167,23 @@ def solve(
 
 def _compensated(
     weights: torch.Tensor,
-    scales: torch.Tensor,
     factor: Factor,
     inputs: Inputs,
     scheme: Scheme,
     settings: Settings,
-) -> tuple[torch.Tensor, tuple[str | None, ...]]:
-    """Codes by GPTQ for fixed scales, and what it fell back to per Hessian."""
+    plain: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, tuple[str | None, ...]]:
+    """Codes by GPTQ, their scales, and what it fell back to per Hessian. `plain` are the scales of
+    the weights on their own, if they are known."""
+    search, signed = settings.scale_search, settings.signed_scales
+    if factor.together > 1:
+        found = gptq_and_scales(weights, factor, scheme, settings.block_size, signed=signed)
+        return *found, factor.fallbacks
+    scales = plain
+    if scales is None:
+        scales = group_scales(weights, scheme, search, factor.pivots, signed=signed)
     if settings.engine == "llmcompressor":
-        return llmcompressor.gptq(
+        codes, steps = llmcompressor.gptq(
             weights,
             inputs.hessians,
             scales,
@@ -172,7 +191,16 @@ def _compensated(
             dampening=settings.dampening,
             block_size=settings.block_size,
         )
-    return gptq(weights, factor, scales, scheme, settings.block_size), factor.fallbacks
+        return codes, scales, steps
+    return gptq(weights, factor, scales, scheme, settings.block_size), scales, factor.fallbacks
+
+
+def _searched_in_turn(scheme: Scheme, columns: int, settings: Settings) -> int:
+    """Columns of the groups whose scale GPTQ searches on its way; 1 when scales are fixed before
+    it."""
+    group = scheme.columns_per_group(columns)
+    able = settings.engine == "halfbyte" and settings.scale_search == "mse"
+    return group if able and group == SEARCHED_GROUP else 1
 
 
 def _by_blocks(
@@ -190,10 +218,8 @@ def _by_blocks(
     scales = weights.new_empty(batch, rows, scheme.groups(columns), dtype=torch.bfloat16)
     # BF16 is exact enough for what errors ask of other rows, and fast on a GPU.
     errors = torch.empty_like(weights, dtype=torch.bfloat16 if weights.is_cuda else torch.float32)
-    search, signed, pivots = settings.scale_search, settings.signed_scales, factor.pivots
     for block, target in feedback.targets(weights, errors):
-        found = group_scales(target, scheme, search, pivots, signed=signed)
-        own, _ = _compensated(target, found, factor, inputs, scheme, settings)
+        own, found, _ = _compensated(target, factor, inputs, scheme, settings)
         own, found = refine(
             target, own, found, inputs.hessians, factor.damping, scheme, settings.refine
         )

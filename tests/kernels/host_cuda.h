@@ -39,6 +39,7 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __frcp_rn(float a) { return 1.0f / a; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
 
 inline float __uint_as_float(unsigned bits) {
     float value;

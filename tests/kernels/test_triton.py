@@ -11,7 +11,7 @@ import torch
 
 from halfbyte.core import Scheme
 from halfbyte.kernels.reference import add_rows, dequantize_int4, pack_int4
-from halfbyte.quantize.scales import _divisors, group_scales
+from halfbyte.quantize.scales import divisors_of, group_scales
 from halfbyte.testing.numeric import first_difference, relative_error
 
 triton = pytest.importorskip(
@@ -104,7 +104,7 @@ def test_scale_search_finds_the_scales_of_plain_torch(
     weights = 0.02 * random(2, 9, columns)
     weights[0, 3] *= 40
     weights[1, 2, :group] = 0
-    divisors = torch.tensor(list(_divisors(scheme, group, signed)))
+    divisors = torch.tensor(divisors_of(scheme, group, signed=signed))
     importance = random(2, columns, seed=5).exp()
     for known in (None, importance):
         root = None if known is None else known.sqrt().to(DEVICE)
@@ -120,7 +120,7 @@ def test_scale_search_with_one_importance_for_many_weights() -> None:
     found = search_scales(
         weights.view(1, 18, 64).to(DEVICE),
         importance.sqrt().to(DEVICE),
-        torch.tensor(list(_divisors(Scheme(), 32, True)), device=DEVICE),
+        torch.tensor(divisors_of(Scheme(), 32, signed=True), device=DEVICE),
         32,
         -8,
         7,

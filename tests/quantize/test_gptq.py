@@ -10,7 +10,7 @@ import torch
 from halfbyte.core import Scheme
 from halfbyte.errors import CalibrationError
 from halfbyte.kernels.reference import dequantize_int4
-from halfbyte.quantize.gptq import Factor, factorize, gptq
+from halfbyte.quantize.gptq import SEARCHED_GROUP, Factor, factorize, gptq, gptq_and_scales
 from halfbyte.quantize.rtn import round_to_nearest
 from halfbyte.quantize.scales import group_scales
 from halfbyte.testing.numeric import first_difference, relative_error
@@ -134,6 +134,90 @@ def test_codes_are_those_of_the_textbook_up_to_ties(case: Case, act_order: bool)
         assert losses[0] == pytest.approx(losses[1], rel=1e-2)
 
 
+def grouped_order(energies: torch.Tensor, group: int) -> list[int]:
+    """Groups by their energy, and the columns of each by theirs, in descending order."""
+    groups = sorted(
+        range(0, len(energies), group), key=lambda g: -float(energies[g : g + group].sum())
+    )
+    return [
+        c for g in groups for c in sorted(range(g, g + group), key=lambda c: -float(energies[c]))
+    ]
+
+
+def textbook_with_search(
+    weight: torch.Tensor, hessian: torch.Tensor, divisors: list[float], order: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """GPTQ over H⁻¹ in float64 for groups of 32 in one piece of `order`. A group's scale is the
+    largest magnitude of what its columns have become, over that divisor with the least error,
+    weighed as GPTQ does. Codes and scales."""
+    weight, hessian = weight.double(), hessian.double()
+    columns = len(hessian)
+    hessian = hessian + DAMPENING * hessian.diagonal().mean() * torch.eye(columns)
+    inverse = torch.linalg.inv(hessian[order][:, order])
+    upper = torch.linalg.cholesky((inverse + inverse.T) / 2, upper=True)
+    codes, work = torch.zeros_like(weight), weight[:, order]
+    scales = weight.new_empty(len(weight), columns // 32)
+    for i, column in enumerate(order):
+        if i % 32 == 0:
+            now, pivots = work[:, i : i + 32], upper.diagonal()[i : i + 32] ** -2
+            largest = now.abs().amax(1).float()
+            candidates = torch.stack([(largest / d).bfloat16().double() for d in divisors])
+            made = (now / candidates[..., None]).round().clamp(-8, 7) * candidates[..., None]
+            errors = ((made - now).square() * pivots).sum(-1)
+            best = errors.argmin(0)
+            scales[:, column // 32] = candidates.gather(0, best[None])[0]
+        scale = scales[:, column // 32]
+        codes[:, column] = (work[:, i] / scale).round().clamp(-8, 7)
+        error = (work[:, i] - codes[:, column] * scale) / upper[i, i]
+        work[:, i:] -= error[:, None] * upper[i, i:]
+    return codes.to(torch.int8), scales
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize(("columns", "block_size"), [(32, 128), (256, 64), (224, 100), (160, 8)])
+def test_scales_searched_in_turn_are_those_of_the_textbook(
+    columns: int, block_size: int, signed: bool
+) -> None:
+    scheme = Scheme()
+    hessians, weights = moments(2, columns, 512), random_weights(2, 64, columns)
+    factor = factorize(hessians, DAMPENING, together=SEARCHED_GROUP)
+    codes, scales = gptq_and_scales(weights, factor, scheme, block_size, signed=signed)
+    shrunk = [7.5 / (1 - 0.02 * i) for i in range(16)]
+    divisors = [*shrunk[:1], 7, *([8] if signed else []), *shrunk[1:]]
+    divisors += [-d for d in divisors] if signed else []
+    for i in range(2):
+        order = grouped_order(hessians[i].diagonal(), 32)
+        assert factor.order[i].flip(0).tolist() == order
+        expected, theirs = textbook_with_search(weights[i], hessians[i], divisors, order)
+        same = (codes[i] == expected).all(1) & (scales[i] == theirs).all(1)
+        # What differs was a tie, of codes or of scales, and what followed from it.
+        assert int((~same).sum()) <= 0.1 * len(weights[i])
+        losses = [
+            loss(weights[i], dequantize_int4(c, s.bfloat16()), hessians[i])
+            for c, s in ((codes[i], scales[i]), (expected, theirs))
+        ]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+
+
+def test_scales_searched_in_turn_beat_those_of_the_weights_alone() -> None:
+    scheme, hessians, weights = Scheme(), moments(4, 256, 512), random_weights(4, 64, 256)
+    factor = factorize(hessians, DAMPENING, together=32)
+    fixed = group_scales(weights, scheme, "mse", factor.pivots)
+    made = gptq(weights, factor, fixed, scheme), fixed
+    in_turn = gptq_and_scales(weights, factor, scheme)
+    before, after = (
+        sum(loss(weights[i], dequantize_int4(codes[i], scales[i]), hessians[i]) for i in range(4))
+        for codes, scales in (made, in_turn)
+    )
+    assert after < 0.97 * before
+
+
+def test_a_search_in_turn_needs_the_columns_of_a_group_together() -> None:
+    factor = factorize(moments(1, 64, 100), DAMPENING)
+    with pytest.raises(ValueError, match="groups of 1 columns for groups of 32"):
+        gptq_and_scales(random_weights(1, 4, 64), factor, Scheme())
+
+
 @pytest.mark.parametrize("tokens", [64, 2048])
 def test_loss_is_below_that_of_plain_rounding(tokens: int) -> None:
     scheme = Scheme(group_size=64)
@@ -214,6 +298,14 @@ def test_a_batch_does_not_change_the_results_in_it() -> None:
         one = slice(i, i + 1)
         alone = gptq(weights[one], factorize(hessians[one], DAMPENING), scales[one], scheme)
         assert first_difference(codes[one], alone) is None
+    factor = factorize(hessians, DAMPENING, together=32)
+    codes, scales = gptq_and_scales(weights, factor, scheme)
+    for i in range(8):
+        one = slice(i, i + 1)
+        factor = factorize(hessians[one], DAMPENING, together=32)
+        alone, own = gptq_and_scales(weights[one, 7:30], factor, scheme)
+        assert first_difference(codes[one, 7:30], alone) is None
+        assert first_difference(scales[one, 7:30], own) is None
 
 
 def indefinite(hessian: torch.Tensor, share: float) -> torch.Tensor:

@@ -14,7 +14,7 @@ from halfbyte.core import ScaleSearch, Scheme
 from halfbyte.kernels.reference import dequantize_int4
 from halfbyte.quantize import scales as scales_module
 from halfbyte.quantize.rtn import round_to_nearest
-from halfbyte.quantize.scales import _divisors, _least_squares_scales, group_scales
+from halfbyte.quantize.scales import divisors_of, group_scales, least_squares_scales
 from halfbyte.testing.numeric import first_difference
 
 SMALLEST_NORMAL = 2.0**-126
@@ -236,8 +236,8 @@ def test_searching_a_few_rows_at_a_time_changes_no_bit(
     for item, weight in enumerate(weights):
         grouped = weight.unflatten(-1, (scheme.groups(shape[2]), -1))
         columns = importance[item].sqrt().unflatten(-1, grouped.shape[-2:]) if weighted else None
-        divisors = list(_divisors(scheme, grouped.shape[-1], True))
-        whole = _least_squares_scales(grouped, scheme, divisors, columns)
+        divisors = divisors_of(scheme, grouped.shape[-1], signed=True)
+        whole = least_squares_scales(grouped, scheme, divisors, columns)
         assert torch.equal(found[item].view(torch.int16), whole.view(torch.int16))
 
 

@@ -9,7 +9,7 @@ import torch
 
 from halfbyte.core import Method, QuantizedWeight, Scheme, Settings
 from halfbyte.kernels.reference import dequantize_int4
-from halfbyte.quantize.gptq import factorize, gptq
+from halfbyte.quantize.gptq import factorize, gptq, gptq_and_scales
 from halfbyte.quantize.refine import refine
 from halfbyte.quantize.rtn import round_to_nearest
 from halfbyte.quantize.scales import group_scales
@@ -57,16 +57,33 @@ def fallbacks(solved: Solved) -> list[list[str | None]]:
     return [[linear.fallback for linear in linears] for linears in solved.linears]
 
 
-def test_gptq_solves_for_scales_weighed_by_its_pivots() -> None:
+@pytest.mark.parametrize("scheme", [Scheme(group_size=64), Scheme(group_size=None)], ids=str)
+def test_gptq_solves_for_scales_weighed_by_its_pivots(scheme: Scheme) -> None:
     weights, hessians = problem()
     factor = factorize(hessians, 0.01)
-    scales = group_scales(weights, SCHEME, "mse", factor.pivots)
-    solved = solve(weights, SCHEME, Inputs(hessians), UNREFINED)
+    scales = group_scales(weights, scheme, "mse", factor.pivots)
+    solved = solve(weights, scheme, Inputs(hessians), UNREFINED)
     assert first_difference(solved.scales, scales) is None
-    assert first_difference(solved.codes, gptq(weights, factor, scales, SCHEME)) is None
+    assert first_difference(solved.codes, gptq(weights, factor, scales, scheme)) is None
     assert fallbacks(solved) == [[None]] * 3
     expected = dequantize_int4(solved.codes[1], scales[1])
     assert first_difference(solved.dequantized(1), expected) is None
+
+
+def test_groups_of_32_have_their_scales_searched_in_turn() -> None:
+    weights, hessians = problem()
+    codes, scales = gptq_and_scales(weights, factorize(hessians, 0.01, together=32), SCHEME)
+    solved = solve(weights, SCHEME, Inputs(hessians), UNREFINED)
+    assert first_difference(solved.scales, scales) is None
+    assert first_difference(solved.codes, codes) is None
+    # Not with scales that no search chose.
+    minmax = solve(weights, SCHEME, Inputs(hessians), replace(UNREFINED, scale_search="minmax"))
+    scales = group_scales(weights, SCHEME, "minmax")
+    assert first_difference(minmax.scales, scales) is None
+    codes = gptq(weights, factorize(hessians, 0.01), scales, SCHEME)
+    assert first_difference(minmax.codes, codes) is None
+    for item in range(3):
+        assert only(solved, item).error < only(minmax, item).error
 
 
 @pytest.mark.parametrize("sweeps", [1, 4])
@@ -88,7 +105,7 @@ def test_refinement_starts_from_gptq(sweeps: int) -> None:
 def test_errors_are_relative_to_the_output_of_each_linear() -> None:
     """Rows 0-9 and 10-23 as two linears that share an input, and all as one."""
     weights, hessians = problem()
-    plain = group_scales(weights, SCHEME, "mse", factorize(hessians, 0.01).pivots)
+    plain = group_scales(weights, SCHEME, "mse", factorize(hessians, 0.01, together=32).pivots)
     rounded = round_to_nearest(weights, plain, SCHEME)
     for parts in ((10, 14), (24,), ()):
         solved = solve(weights, SCHEME, Inputs(hessians), Settings(), parts)
@@ -149,7 +166,7 @@ def test_errors_are_measured_on_held_out_inputs_where_there_are_any() -> None:
     weights, hessians = problem()
     held = make_inputs(3, 40, 128, 7)
     solved = solve(weights, SCHEME, Inputs(hessians, held), Settings(), (10, 14))
-    plain = group_scales(weights, SCHEME, "mse", factorize(hessians, 0.01).pivots)
+    plain = group_scales(weights, SCHEME, "mse", factorize(hessians, 0.01, together=32).pivots)
     rounded = round_to_nearest(weights, plain, SCHEME)
     for item in range(3):
         for part, linear in zip((slice(10), slice(10, 24)), solved.linears[item], strict=True):
@@ -257,7 +274,7 @@ def test_a_fallback_is_reported_for_its_weight_alone() -> None:
     assert fallbacks(solved) == [[None], ["diagonal"], [None]]
     alone = solve(weights[:1], SCHEME, Inputs(hessians[:1]), Settings())
     assert first_difference(solved.codes[:1], alone.codes) is None
-    plain = group_scales(weights, SCHEME, "mse", factorize(hessians, 0.01).pivots)
+    plain = group_scales(weights, SCHEME, "mse", factorize(hessians, 0.01, together=32).pivots)
     assert first_difference(solved.scales[1], plain[1]) is None
     rounded = round_to_nearest(weights, plain, SCHEME)
     assert first_difference(solved.codes[1], rounded[1]) is None
@@ -273,11 +290,12 @@ def test_a_linear_without_output_has_no_error() -> None:
 
 def test_the_other_engine_solves_the_same_problem() -> None:
     pytest.importorskip("llmcompressor")
-    weights, hessians = problem()
-    ours = solve(weights, SCHEME, Inputs(hessians), UNREFINED)
+    # Groups whose scales are fixed beforehand: only our own engine can search them in turn.
+    (weights, hessians), scheme = problem(), Scheme(group_size=64)
+    ours = solve(weights, scheme, Inputs(hessians), UNREFINED)
     engine = replace(UNREFINED, engine="llmcompressor")
-    theirs = solve(weights, SCHEME, Inputs(hessians), engine)
-    refined = solve(weights, SCHEME, Inputs(hessians), replace(engine, refine=2))
+    theirs = solve(weights, scheme, Inputs(hessians), engine)
+    refined = solve(weights, scheme, Inputs(hessians), replace(engine, refine=2))
     for item in range(3):
         assert only(refined, item).error < only(theirs, item).error
     assert first_difference(theirs.scales, ours.scales) is None
@@ -314,7 +332,7 @@ def test_a_result_that_fits_only_what_it_has_seen_gives_way_to_plain_rounding() 
     assert fallbacks(solved) == [[None], [HELD_OUT]]
     assert first_difference(solved.codes[0], free.codes[0]) is None
 
-    plain = group_scales(weights, SCHEME, "mse", factorize(hessians, 0.01).pivots)
+    plain = group_scales(weights, SCHEME, "mse", factorize(hessians, 0.01, together=32).pivots)
     rounded = round_to_nearest(weights, plain, SCHEME)
     assert first_difference(solved.codes[1], rounded[1]) is None
     assert first_difference(solved.scales[1], plain[1]) is None

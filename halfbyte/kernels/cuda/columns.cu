@@ -109,6 +109,33 @@ __device__ __forceinline__ void store_codes(signed char* place, const float (&co
     }
 }
 
+// The scale for a group of one piece: the largest magnitude over that divisor with the least error,
+// each column's multiplied with `importance` before it is squared; the first of equals.
+__device__ __forceinline__ float least_squares_scale(
+    const float (&wanted)[PIECE], const float* importance, const float* __restrict__ divisors,
+    int candidates, float code_min, float code_max) {
+    constexpr float SMALLEST = 1.1754943508222875e-38f;  // normal
+    float largest = 0.0f;
+#pragma unroll
+    for (int k = 0; k < PIECE; k++) largest = fmaxf(largest, fabsf(wanted[k]));
+    float best = SMALLEST, least = __uint_as_float(0x7F800000u);
+    for (int i = 0; i < candidates; i++) {
+        float scale = __fdiv_rn(largest, divisors[i]);
+        scale = __uint_as_float(static_cast<unsigned>(nearest_bfloat16(scale)) << 16);
+        if (fabsf(scale) < SMALLEST) scale = SMALLEST;
+        const float inverse = __fdiv_rn(1.0f, scale);
+        float total = 0.0f;
+#pragma unroll
+        for (int k = 0; k < PIECE; k++) {
+            const float code = fminf(fmaxf(wanted[k] * inverse, code_min), code_max);
+            const float error = fmaf(nearest_integer(code), scale, -wanted[k]) * importance[k];
+            total = fmaf(error, error, total);
+        }
+        if (total < least) least = total, best = scale;
+    }
+    return best;
+}
+
 // GPTQ: round the columns of a block from the last to the first.
 //
 // target  [item, rows, pitch]  what each column would be without the errors of this block
@@ -117,10 +144,13 @@ __device__ __forceinline__ void store_codes(signed char* place, const float (&co
 // factor  [item, size, size]   L, lower triangle
 // scales  [item, rows, groups] bfloat16, of groups of columns as stored
 // order   [item, columns]      the stored column of each column here
-extern "C" __global__ void __launch_bounds__(ROWS) round_block(
+// With SEARCH each piece is one group, whose scale is searched first, among the `candidates`
+// divisors, and written.
+template <bool SEARCH>
+__device__ __forceinline__ void round_pieces(
     const float* __restrict__ target, float* errors, signed char* codes,
-    const float* __restrict__ factor, const unsigned short* __restrict__ scales,
-    const int* __restrict__ order,
+    const float* __restrict__ factor, unsigned short* __restrict__ scales,
+    const int* __restrict__ order, const float* __restrict__ divisors, int candidates,
     int rows, int columns, int size, int groups, int columns_per_group, int start,
     int pitch, int offset, float code_min, float code_max) {
     extern __shared__ float shared[];
@@ -144,21 +174,24 @@ extern "C" __global__ void __launch_bounds__(ROWS) round_block(
     for (int p = PIECES - 1; p >= 0; p--) {
         const int base = p * PIECE;
         fetch_tile(error[p], target + base, pitch, left);
+        float* own = error[p][threadIdx.x];
         float wanted[PIECE];
 #pragma unroll
-        for (int k = 0; k < PIECE; k++) wanted[k] = error[p][threadIdx.x][k];
-        // A warp to a row: its scales lie together. Padding has weight 0, whatever its scale.
-        __syncthreads();
+        for (int k = 0; k < PIECE; k++) wanted[k] = own[k];
+        float scale[SEARCH ? 1 : PIECE];
+        if constexpr (!SEARCH) {
+            // A warp to a row: its scales lie together. Padding has weight 0, whatever its scale.
+            __syncthreads();
 #pragma unroll 8
-        for (int i = threadIdx.x; i < ROWS * PIECE; i += ROWS) {
-            const int r = min(i / PIECE, left - 1);
-            error[p][i / PIECE][i % PIECE] =
-                bfloat16_at(scales + r * (long long)groups + group[base + i % PIECE]);
-        }
-        __syncthreads();
-        float scale[PIECE];
+            for (int i = threadIdx.x; i < ROWS * PIECE; i += ROWS) {
+                const int r = min(i / PIECE, left - 1);
+                error[p][i / PIECE][i % PIECE] =
+                    bfloat16_at(scales + r * (long long)groups + group[base + i % PIECE]);
+            }
+            __syncthreads();
 #pragma unroll
-        for (int k = 0; k < PIECE; k++) scale[k] = error[p][threadIdx.x][k];
+            for (int k = 0; k < PIECE; k++) scale[k] = own[k];
+        }
         float behind[PIECE] = {};
         for (int q = p + 1; q < PIECES; q++) {
             fetch_square(square, factor + q * PIECE * (long long)size + base, size);
@@ -171,13 +204,32 @@ extern "C" __global__ void __launch_bounds__(ROWS) round_block(
             square[i / PIECE][i % PIECE] /= diagonal[base + i % PIECE];
         }
         fetch_tile(error[p], errors + base, size, left);
-        float* own = error[p][threadIdx.x];
+        if constexpr (SEARCH) {
+            // What the columns would be without any rounding.
+            float best[PIECE];
+#pragma unroll
+            for (int k = 0; k < PIECE; k++) best[k] = wanted[k];
+#pragma unroll
+            for (int j = PIECE - 1; j >= 0; j--) {
+                const float moved = own[j] - best[j];
+#pragma unroll
+                for (int k = 0; k < j; k++) best[k] = fmaf(moved, square[j][k], best[k]);
+            }
+            scale[0] = least_squares_scale(
+                best, diagonal + base, divisors, candidates, code_min, code_max);
+            __syncthreads();  // or the compiler keeps all of `square` for what follows
+            if (inside && start + base < columns) {  // what is behind them is padding
+                scales[threadIdx.x * (long long)groups + group[base]] =
+                    nearest_bfloat16(scale[0]);
+            }
+        }
         float chosen[PIECE];
 #pragma unroll
         for (int j = PIECE - 1; j >= 0; j--) {
-            float code = divide(wanted[j], scale[j], __frcp_rn(scale[j]));
+            const float step = scale[SEARCH ? 0 : j];
+            float code = divide(wanted[j], step, __frcp_rn(step));
             code = nearest_integer(fminf(fmaxf(code, code_min), code_max));
-            const float gone = own[j] - code * scale[j];
+            const float gone = own[j] - code * step;
             own[j] = gone;
             chosen[j] = code;
 #pragma unroll
@@ -194,6 +246,28 @@ extern "C" __global__ void __launch_bounds__(ROWS) round_block(
                 nearest_tf32(error[p][r][i % PIECE]);
         }
     }
+}
+
+extern "C" __global__ void __launch_bounds__(ROWS, 3) round_block(
+    const float* __restrict__ target, float* errors, signed char* codes,
+    const float* __restrict__ factor, unsigned short* __restrict__ scales,
+    const int* __restrict__ order, const float* __restrict__ divisors, int candidates,
+    int rows, int columns, int size, int groups, int columns_per_group, int start,
+    int pitch, int offset, float code_min, float code_max) {
+    round_pieces<false>(
+        target, errors, codes, factor, scales, order, divisors, candidates, rows, columns, size,
+        groups, columns_per_group, start, pitch, offset, code_min, code_max);
+}
+
+extern "C" __global__ void __launch_bounds__(ROWS, 3) search_and_round_block(
+    const float* __restrict__ target, float* errors, signed char* codes,
+    const float* __restrict__ factor, unsigned short* __restrict__ scales,
+    const int* __restrict__ order, const float* __restrict__ divisors, int candidates,
+    int rows, int columns, int size, int groups, int columns_per_group, int start,
+    int pitch, int offset, float code_min, float code_max) {
+    round_pieces<true>(
+        target, errors, codes, factor, scales, order, divisors, candidates, rows, columns, size,
+        groups, columns_per_group, start, pitch, offset, code_min, code_max);
 }
 
 // Where the scale at `place` is best for the codes of its group, if that is better; the change.
