@@ -172,6 +172,28 @@ def test_plan_under_torchrun_is_of_each_rank(
     assert quantize("plan", tiny, "--json") == (0, "", "")
 
 
+@pytest.mark.parametrize(
+    ("flags", "field", "value"),
+    [
+        (["--method", "awq+gptq"], "method", "awq+gptq"),
+        (["--engine", "llmcompressor"], "engine", "llmcompressor"),
+        (["--scale-search", "minmax"], "scale_search", "minmax"),
+        (["--positive-scales"], "signed_scales", False),
+        (["--refine", "3"], "refine", 3),
+        (["--no-row-feedback"], "row_feedback", False),
+        (["--expert-hessian", "routed"], "expert_hessian", "routed"),
+        (["--affinity"], "affinity", True),
+        (["--samples", "7"], "samples", 7),
+        (["--sequence-length", "33"], "sequence_length", 33),
+    ],
+)
+def test_options_reach_the_settings(
+    quantize: Quantize, tiny: Path, flags: list[str], field: str, value: object
+) -> None:
+    settings = [quantize("plan", tiny, "--json", *f).document["settings"] for f in ([], flags)]
+    assert settings[1] == {**settings[0], field: value} != settings[0]
+
+
 def test_plan_adds_up(quantize: Quantize, tiny: Path) -> None:
     human, document = quantize("plan", tiny), quantize("plan", tiny, "--json").document
     files = sum(file.stat().st_size for file in tiny.glob("*.safetensors"))

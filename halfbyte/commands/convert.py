@@ -29,6 +29,7 @@ from halfbyte.commands.options import (
     Refine,
     RowFeedback,
     Samples,
+    ScaleSearchName,
     Seed,
     SequenceLength,
     SignedScales,
@@ -69,6 +70,7 @@ def run(
     row_feedback: RowFeedback = True,
     expert_hessian: ExpertHessianName = "blend",
     affinity: Affinity = False,
+    scale_search: ScaleSearchName = "mse",
     signed_scales: SignedScales = True,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -120,6 +122,7 @@ def run(
             row_feedback=row_feedback,
             expert_hessian=expert_hessian,
             affinity=affinity,
+            scale_search=scale_search,
             signed_scales=signed_scales,
             seed=seed,
         )
@@ -175,6 +178,7 @@ def plan(
     row_feedback: RowFeedback = True,
     expert_hessian: ExpertHessianName = "blend",
     affinity: Affinity = False,
+    scale_search: ScaleSearchName = "mse",
     signed_scales: SignedScales = True,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -201,6 +205,7 @@ def plan(
         row_feedback=row_feedback,
         expert_hessian=expert_hessian,
         affinity=affinity,
+        scale_search=scale_search,
         signed_scales=signed_scales,
     )
     console = _open_console(json, quiet, verbose)

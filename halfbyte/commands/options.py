@@ -65,6 +65,13 @@ Affinity = Annotated[
     bool,
     typer.Option("--affinity", help="Count an expert's tokens by the square of their weight."),
 ]
+ScaleSearchName = Annotated[
+    Literal["minmax", "mse"],
+    typer.Option(
+        "--scale-search",
+        help="minmax: a group's scale by its largest weight; mse: by the least error of rounding.",
+    ),
+]
 SignedScales = Annotated[
     bool,
     typer.Option(
