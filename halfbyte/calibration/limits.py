@@ -21,7 +21,7 @@ HELD_OUT_STRIDE = 32
 HELD_OUT_TOKENS = 256
 """Held-out tokens that one input is checked on, at most."""
 
-SAMPLE = 2
+SAMPLE = 8
 """Tokens per input feature by which the layer's mean is estimated for a down projection."""
 
 GRID = 20
