@@ -60,36 +60,44 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_rounding_ends_where_the_cpu_does(source: Path, tmp_path: Path) -> None:
-    """Of two scales that lose the same but for the order of summing, either may be chosen."""
+    """But for the sign of some scales: a largest weight of just 7.5 steps loses half a step as 7
+    and as -8, and which is less is decided by the last bit."""
     errors, made = [], []
     for device in ("cuda:0", "cpu"):
         report = run(plan_of(source, replace(GPU, method="rtn", device=device)), tmp_path / device)
         errors.append(sum(linear.weight_error for linear in report.linears))
         made.append(stored(tmp_path / device))
-    assert made[0].keys() == made[1].keys()
+    ours, theirs = made
+    assert ours.keys() == theirs.keys()
     assert errors[0] == pytest.approx(errors[1], rel=1e-6)
-    for name, tensor in made[0].items():
-        same = tensor.view(torch.uint8) == made[1][name].view(torch.uint8)
-        if name.endswith((".weight_packed", ".weight_scale")):
-            assert float(same.float().mean()) > 0.999, name
-        else:
-            assert bool(same.all()), name
+    turned, groups = 0, 0
+    for name, tensor in ours.items():
+        if name.endswith(".weight_scale"):
+            scales, others = tensor.float(), theirs[name].float()
+            packed = name.replace(".weight_scale", ".weight_packed")
+            codes, other_codes = (
+                unpack_int4(of[packed], 8 * of[packed].shape[1]).float().unflatten(1, (-1, 32))
+                for of in made
+            )
+            same = scales == others
+            assert bool((scales.abs() == others.abs()).all()), name
+            assert bool((codes == other_codes)[same].all()), name
+            turned, groups = turned + int((~same).sum()), groups + same.numel()
+        elif not name.endswith(".weight_packed"):
+            assert bool((tensor.view(torch.uint8) == theirs[name].view(torch.uint8)).all()), name
+    assert turned < 0.01 * groups
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq+gptq", "awq"])
-def test_codes_are_nearly_those_of_the_cpu(source: Path, tmp_path: Path, method: str) -> None:
-    """TF32 products decide differently what is close to a tie."""
-    errors, codes = [], []
+def test_errors_are_those_of_the_cpu(source: Path, tmp_path: Path, method: str) -> None:
+    """Not the codes: what TF32 decides differently close to a tie changes all that follows it."""
+    errors = []
     for device in ("cuda:0", "cpu"):
         report = run(plan_of(source, replace(GPU, method=method, device=device)), tmp_path / device)
-        errors.append(sum(linear.error for linear in report.linears) / len(report.linears))
-        tensors = stored(tmp_path / device)
-        packed = [tensors[name] for name in sorted(tensors) if name.endswith("weight_packed")]
-        codes.append([unpack_int4(words, 8 * words.shape[1]) for words in packed])
+        errors.append([linear.error for linear in report.linears])
     assert verify(tmp_path / "cuda:0", source).mismatches == ()
-    assert errors[0] == pytest.approx(errors[1], rel=0.02)
-    same = [(ours == theirs).float().mean() for ours, theirs in zip(*codes, strict=True)]
-    assert float(torch.stack(same).mean()) > 0.9
+    assert errors[0] == pytest.approx(errors[1], rel=0.1)
+    assert sum(errors[0]) == pytest.approx(sum(errors[1]), rel=0.01)
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq+gptq"])

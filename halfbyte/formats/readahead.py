@@ -1,8 +1,9 @@
 """Reads what will be wanted before it is asked for, on threads of its own.
 
 The order is a promise, not a duty. What is asked for in another order is found as long as it lies
-within what has been read; whoever jumps further makes the reading jump along; whatever is not in
-the order is read by whoever asks. So no order can give wrong bytes or stand still.
+within what has been read; whoever jumps further, or asks for what is not in the order, reads it
+himself; who does so again and again makes the reading jump along. So no order can give wrong bytes
+or stand still, and no single request can spoil what was read for others.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from halfbyte.formats.budgets import DISK_THREADS, page_locked
 
 SMALL = 1 << 20
 """A range of at most this many bytes is read along with the one that it follows in its file."""
+PATIENCE = 16
+"""Requests in a row for what is out of reach, after which the reading goes where they are."""
 TOGETHER = 64
 """Ranges in one request at most, and requests between two that become one."""
 
@@ -76,6 +79,8 @@ class ReadAhead:
         self._held: dict[int, _Read] = {}
         """Reads that are begun and hold, or will hold, something that nobody has taken."""
         self._used = 0
+        self._missed = 0
+        """Requests in a row for what was out of reach."""
         self._closed = False
         self._changed = Condition()
         self._threads = [
@@ -93,8 +98,8 @@ class ReadAhead:
     def take(self, wanted: ByteRange) -> torch.Tensor | None:
         """The bytes of a range as uint8, waiting for them if they are on their way.
 
-        None for what is not in the order (any more) and for what the disk refused: whoever asks
-        reads it again and meets the error where it can be explained.
+        None for what is not in the order (any more) or far ahead in it, and for what the disk
+        refused: whoever asks reads it again and meets the error where it can be explained.
         """
         with self._changed:
             number = self._place(wanted)
@@ -102,9 +107,14 @@ class ReadAhead:
                 return None
             read = self._reads[number]
             while read.state in ("waiting", "reading") and not self._closed:
-                if read.state == "waiting":
-                    self._reach(number)
+                if read.state == "waiting" and not self._in_reach(number):
+                    self._missed += 1
+                    if self._missed <= PATIENCE:
+                        self._taken(number)
+                        return None
+                    self._jump(number)
                 self._changed.wait()
+            self._missed = 0
             if read.error is not None and not isinstance(read.error, (OSError, EOFError)):
                 raise read.error
             if read.data is None:
@@ -113,9 +123,7 @@ class ReadAhead:
             data = read.data[start : start + wanted.end - wanted.begin]
             if len(data) < len(read.data) and len(data) <= SMALL:
                 data = data.clone()  # or a norm would keep the large weight before it in memory
-            read.wanted -= 1
-            if not read.wanted:
-                self._release(number)
+            self._taken(number)
             return data
 
     def close(self) -> None:
@@ -174,16 +182,17 @@ class ReadAhead:
                 return number
         return None
 
-    def _reach(self, number: int) -> None:
-        """Make sure that a read which is not begun will be: it may lie behind others that fill
-        the budget and that nobody takes."""
+    def _in_reach(self, number: int) -> bool:
+        """Whether there is room for a read that is not begun, and for those before it."""
         left = self._budget - self._used
         for read in self._reads[self._next : number + 1]:
-            left -= self._cost(read.bytes)
+            left -= self._cost(read.bytes) if read.state == "waiting" else 0
             if left < 0:
-                break
-        else:
-            return
+                return False
+        return True
+
+    def _jump(self, number: int) -> None:
+        """Give up what was read, and what comes before a read that is not begun."""
         for held in list(self._held):
             self._release(held)
         for read in self._reads[self._next : number]:
@@ -191,9 +200,17 @@ class ReadAhead:
         self._next = number
         self._changed.notify_all()
 
+    def _taken(self, number: int) -> None:
+        """One range of a read is taken, or never will be."""
+        read = self._reads[number]
+        read.wanted -= 1
+        if not read.wanted:
+            self._release(number)
+
     def _release(self, number: int) -> None:
         """Give up the bytes of a read; one that is under way gives them up when it ends."""
-        read = self._held.pop(number)
+        read = self._reads[number]
+        self._held.pop(number, None)
         if read.state == "ready":
             self._used -= self._cost(read.bytes)
         read.state, read.data = "dropped", None
@@ -205,6 +222,9 @@ class ReadAhead:
             while not self._closed and self._next < len(self._reads):
                 number = self._next
                 read = self._reads[number]
+                if read.state == "dropped":
+                    self._next += 1
+                    continue
                 if self._used + self._cost(read.bytes) <= self._budget:
                     self._next += 1
                     self._used += self._cost(read.bytes)

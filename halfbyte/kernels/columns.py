@@ -36,14 +36,15 @@ def round_columns(
     code_min: int,
     code_max: int,
     divisors: Sequence[float] = (),
+    multiples: Sequence[float] = (),
 ) -> torch.Tensor:
     """Codes int8 [H, N, K], in stored order, of columns rounded one after the other.
 
     `weights` float32 [H, N, K], `factor` [H, P, P] and `order` int64 [H, K] of the Hessians, and
     `scales` bfloat16 [H, N, groups] of groups of `columns_per_group` columns as stored. With
-    `divisors` scales are searched when it is a group's turn, as by
-    `halfbyte.quantize.scales.least_squares_scales`, and written; groups are of 32 columns then, and
-    the order keeps them together.
+    `divisors` scales are searched when it is a group's turn, as `halfbyte.quantize.gptq` does it
+    with these and `multiples`, and written; groups are of 32 columns then, and the order keeps them
+    together.
     """
     hessians, rows, columns = weights.shape
     padded = factor.shape[-1]
@@ -54,7 +55,7 @@ def round_columns(
     codes = torch.empty_like(errors, dtype=torch.int8)
     target = weights.new_empty(hessians, rows, min(WIDE, padded))
     order = order.int()
-    candidates = torch.tensor(divisors, dtype=torch.float32, device=weights.device)
+    candidates = torch.tensor((*divisors, *multiples), dtype=torch.float32, device=weights.device)
     pitch, tiles = target.shape[-1], triton.cdiv(rows, _ROWS)
 
     def feed_back(start: int, stop: int, behind: int, end: int, first: int) -> None:
@@ -73,8 +74,9 @@ def round_columns(
                 feed_back(start, start + BLOCK, start + BLOCK, stop, first)
             round_block(
                 (tiles, hessians), _ROWS, target, errors, codes, factor, scales, order,
-                candidates, len(divisors), rows, columns, padded, scales.shape[-1],
-                columns_per_group, start, pitch, start - first, float(code_min), float(code_max),
+                candidates, len(divisors), len(multiples), rows, columns, padded,
+                scales.shape[-1], columns_per_group, start, pitch, start - first,
+                float(code_min), float(code_max),
             )  # fmt: skip
     return stored(codes, order.long())
 

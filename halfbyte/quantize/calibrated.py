@@ -86,7 +86,7 @@ class LayerQuantizer:
     """Input of the next layer; None before the embedding."""
     phases: Phases = field(default_factory=Phases)
     feedback: RowFeedback | None = None
-    """Among the rows of what writes into the residual stream; made with the first layer."""
+    """Among the rows of what writes into the residual stream."""
     ranks: Ranks = field(default_factory=Ranks)
     """Those that share the run: each has some of the sequences, and solves some of the experts."""
 
@@ -101,17 +101,22 @@ class LayerQuantizer:
             self._sequences[self.ranks.rank].start, self._sequences[self.ranks.rank].stop
         )
 
+    def prepare(self) -> None:
+        """Read what is needed of other layers, out of the order in which they are read ahead."""
+        if self.settings.feeds_back:
+            norm = self.runner.read(self.runner.architecture.prefix + "model.norm.weight")
+            self.feedback = row_feedback(logit_metric(self.runner.head(), norm, self.tokens))
+
     def run(self, unit: Unit, emit: Emit) -> LayerResult:
         """Quantize what the plan says of a decoder (or MTP) layer and move the state through it.
+        `prepare` comes before the first.
 
         Raises CalibrationError when an activation is not finite.
         """
         assert unit.index is not None
+        assert self.feedback is not None or not self.settings.feeds_back
         if self.state is None:
             self.state = self.runner.embed(self.tokens[self._own])
-        if self.feedback is None and self.settings.feeds_back:
-            norm = self.runner.read(self.runner.architecture.prefix + "model.norm.weight")
-            self.feedback = row_feedback(logit_metric(self.runner.head(), norm, self.tokens))
         depth = unit.index - self.runner.architecture.layers
         if depth >= 0:
             tokens = self.tokens[self._own]

@@ -29,13 +29,15 @@ import torch
 
 from halfbyte.core import Scheme
 from halfbyte.errors import CalibrationError
-from halfbyte.quantize.scales import divisors_of, least_squares_scales
+from halfbyte.quantize.scales import divisors_of, least_squares_scales, stored_scales
 
 DAMPING_STEPS = (1, 10, 100)
 """Multiples of the damping that are tried in turn until the Hessian factorizes."""
 SEARCHED_GROUP = 32
 """Columns of a group whose scale is searched when its turn comes. Keeping columns together costs
 act-order some of its effect: with groups of 128 more than the search brings."""
+NEARBY = (1.0, 0.98, 0.96, 0.93, 1.03)
+"""Multiples of a group's scale, and with signed scales their opposites, that are tried in full."""
 DIAGONAL = "diagonal"
 """The fallback of a Hessian that never does: all beside its diagonal is ignored."""
 
@@ -171,8 +173,9 @@ def gptq_and_scales(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes as from `gptq`, and the scales, bfloat16 [B, N, groups], that were found on the way.
 
-    Each group gets what `group_scales` finds for the columns as they stand when it is their turn.
-    The factor keeps the columns of a group together.
+    Each group gets what `group_scales` finds for the columns as they stand when it is their turn,
+    or a scale near it (`NEARBY`) with less error when they are rounded one after the other. The
+    factor keeps the columns of a group together.
     """
     batch, rows, columns = weights.shape
     group = scheme.columns_per_group(columns)
@@ -182,7 +185,8 @@ def gptq_and_scales(
     shape = hessians, batch * rows // hessians, scheme.groups(columns)
     scales = torch.empty(shape, dtype=torch.bfloat16, device=weights.device)
     divisors = divisors_of(scheme, group, signed=signed)
-    codes = _round(weights, factor, scales, scheme, block_size, divisors)
+    multiples = (*NEARBY, *(-multiple for multiple in NEARBY)) if signed else NEARBY
+    codes = _round(weights, factor, scales, scheme, block_size, divisors, multiples)
     return codes, scales.reshape(batch, rows, -1)
 
 
@@ -193,9 +197,11 @@ def _round(
     scheme: Scheme,
     block_size: int,
     divisors: Sequence[float] = (),
+    multiples: Sequence[float] = (),
 ) -> torch.Tensor:
     """Codes int8 [B, N, K] for `scales` bfloat16 [H, rows, groups], H Hessians for all rows. With
-    `divisors` these are searched, and written."""
+    `divisors` these are searched, and written: at first the largest weight over each of them, then
+    the `multiples` of what does best."""
     columns = weights.shape[-1]
     hessians, rows, _ = scales.shape
     group = scheme.columns_per_group(columns)
@@ -212,6 +218,7 @@ def _round(
             scheme.code_min,
             scheme.code_max,
             divisors,
+            multiples,
         )
         return codes.reshape(weights.shape)
     # Transposed, so that a column lies in one piece: [hessians, columns, rows of all sharers].
@@ -235,12 +242,14 @@ def _round(
         for i in reversed(range(width)):
             if divisors and (i + 1) % group == 0:
                 own = slice(i + 1 - group, i + 1)
-                found = least_squares_scales(
-                    _best_values(errors[:, block][:, own], target[:, own], lower[:, own, own]),
-                    scheme,
-                    divisors,
+                turn = _Group(
+                    errors[:, block][:, own],
+                    target[:, own],
+                    lower[:, own, own],
                     pivot_roots[:, block][:, own],
-                ).T[..., None]
+                    scheme,
+                )
+                found = turn.scales(divisors, multiples)[..., None]
                 scale[:, own] = found.mT
                 scales.scatter_(2, group_of_column[:, block][:, i : i + 1].expand_as(found), found)
             code = target[:, i]
@@ -253,12 +262,55 @@ def _round(
     return codes.mT.reshape(weights.shape).contiguous()
 
 
-def _best_values(weights: torch.Tensor, target: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
-    """What the columns of a group would be without any rounding, [rows, H, columns]: each makes up
-    for the errors behind the group, which `target` [H, columns, rows] holds, and for those that
-    the columns after it get from doing so."""
-    values = target.clone()
-    for i in reversed(range(values.shape[1])):
-        moved = weights[:, i] - values[:, i]
-        values[:, :i].addcmul_(lower[:, i, :i, None], moved[:, None])
-    return values.permute(2, 0, 1).contiguous()
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """The columns of a group when it is their turn, in the order of the factor."""
+
+    weights: torch.Tensor
+    """float32 [H, columns, rows]."""
+    target: torch.Tensor
+    """float32 [H, columns, rows]: the same and what errors behind the group ask of them."""
+    lower: torch.Tensor
+    """float32 [H, columns, columns]: what an error in a column asks of those before it."""
+    pivot_roots: torch.Tensor
+    """float32 [H, columns]: what an error is multiplied with before it is squared."""
+    scheme: Scheme
+
+    def scales(self, divisors: Sequence[float], multiples: Sequence[float]) -> torch.Tensor:
+        """bfloat16 [H, rows]: the largest magnitude over the divisor with the least error of each
+        column on its own, or that multiple of it with the least when all are rounded in turn."""
+        values = self._unrounded().permute(2, 0, 1).contiguous()
+        start = least_squares_scales(values, self.scheme, divisors, self.pivot_roots).T.float()
+        best = torch.empty_like(start, dtype=torch.bfloat16)
+        least = torch.full_like(start, torch.inf)
+        for multiple in multiples:
+            candidate = stored_scales(start * multiple)
+            total = self._error(candidate.float())
+            better = total < least
+            best = torch.where(better, candidate, best)
+            least = torch.where(better, total, least)
+        return best
+
+    def _unrounded(self) -> torch.Tensor:
+        """What the columns would be without any rounding, [H, columns, rows]: each makes up for the
+        errors behind the group, and for those that the columns after it get from doing so."""
+        values = self.target.clone()
+        for i in reversed(range(values.shape[1])):
+            self._pass_on(i, values[:, i], values)
+        return values
+
+    def _error(self, scale: torch.Tensor) -> torch.Tensor:
+        """[H, rows]: squared errors, weighed, of columns rounded in turn with `scale` [H, rows]."""
+        low, high = self.scheme.code_min, self.scheme.code_max
+        values, total = self.target.clone(), torch.zeros_like(scale)
+        for i in reversed(range(values.shape[1])):
+            made = (values[:, i] / scale).round_().clamp_(low, high).mul_(scale)
+            off = (values[:, i] - made).mul_(self.pivot_roots[:, i, None])
+            total.addcmul_(off, off)
+            self._pass_on(i, made, values)
+        return total
+
+    def _pass_on(self, i: int, made: torch.Tensor, values: torch.Tensor) -> None:
+        """Have the columns before column `i` make up for what became of it."""
+        error = self.weights[:, i] - made
+        values[:, :i].addcmul_(self.lower[:, i, :i, None], error[:, None])

@@ -93,6 +93,8 @@ def run(
             if layers is not None and earlier.state is not None:
                 layers.load(writer.work / earlier.state["file"], earlier.state["sha256"])
             units = earlier.left(share)
+            if layers is not None and units:
+                layers.prepare()
             order = read_order(units, calibrated=layers is not None, ranks=ranks)
             with reader.read_ahead(order, plan.settings.device, ahead):
                 _work(plan, units, reader, writer, layers, progress)
@@ -127,6 +129,8 @@ def follow(
             if earlier.state is not None:
                 layers.load(output / WORK_FOLDER / earlier.state["file"], earlier.state["sha256"])
             units = earlier.left(_calibrated(plan))
+            if units:
+                layers.prepare()
             order = read_order(units, calibrated=True, ranks=ranks)
             with reader.read_ahead(order, plan.settings.device, ahead):
                 for unit in units:

@@ -60,7 +60,7 @@ def group_scales(
             ).reshape(*weights.shape[:-1], -1)
     grouped = weights.unflatten(-1, (scheme.groups(weights.shape[-1]), -1))
     if search == "minmax":
-        return _stored(grouped.abs().amax(-1) / _half_range(scheme))
+        return stored_scales(grouped.abs().amax(-1) / _half_range(scheme))
     scales = weights.new_empty(grouped.shape[:-1], dtype=torch.bfloat16)
     column_weights = None
     if importance is not None:
@@ -109,7 +109,7 @@ def least_squares_scales(
     least = torch.full_like(largest, float("inf"))
     error = torch.empty_like(weight)
     for divisor in divisors:
-        candidate = _stored(largest / divisor)
+        candidate = stored_scales(largest / divisor)
         step = candidate.float().unsqueeze(-1)
         torch.mul(weight, 1 / step, out=error)
         error.round_().clamp_(scheme.code_min, scheme.code_max).mul_(step).sub_(weight)
@@ -137,7 +137,7 @@ def _half_range(scheme: Scheme) -> float:
     return (scheme.code_max - scheme.code_min) / 2
 
 
-def _stored(scales: torch.Tensor) -> torch.Tensor:
+def stored_scales(scales: torch.Tensor) -> torch.Tensor:
     """As the checkpoint holds them. A group of zeros gets the smallest normal number, not zero:
     loaders take a zero scale for a missing one, and nothing may divide by it."""
     tiny = torch.finfo(torch.bfloat16).tiny

@@ -19,7 +19,7 @@ from halfbyte.core import StoredWeight
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import int4, readahead
 from halfbyte.formats.checkpoint import open_checkpoint
-from halfbyte.formats.readahead import ByteRange, ReadAhead
+from halfbyte.formats.readahead import PATIENCE, ByteRange, ReadAhead
 from halfbyte.formats.shards import Request, ShardReader, row_slices
 from halfbyte.formats.weights import logical_weights
 from halfbyte.testing.tiny import write_checkpoint, write_tiny
@@ -195,13 +195,27 @@ def test_in_order_everything_within_the_budget_comes_from_it() -> None:
     ahead.close()
 
 
-def test_a_jump_takes_the_reading_along() -> None:
+def test_who_jumps_again_and_again_takes_the_reading_along() -> None:
     order = [ByteRange("a", 10 * n, 10 * n + 10) for n in range(0, 2000, 2)]
     disk = Disk()
     ahead = ReadAhead(disk.fill, order, budget=50)
-    assert all(ahead.take(wanted) is not None for wanted in order[900:])
+    taken = [ahead.take(wanted) is not None for wanted in order[900:]]
     ahead.close()
+    assert taken == [False] * PATIENCE + [True] * (100 - PATIENCE)
     assert len(disk.requests) < 150
+
+
+def test_one_request_from_far_ahead_spoils_nothing() -> None:
+    order = [ByteRange("a", 10 * n, 10 * n + 10) for n in range(0, 2000, 2)]
+    disk = Disk()
+    ahead = ReadAhead(disk.fill, order, budget=50)
+    far = {1: order[-1], 7: order[500]}
+    for number, wanted in enumerate(order):
+        if number in far:
+            assert ahead.take(far[number]) is None
+        assert (ahead.take(wanted) is None) == (wanted in far.values())
+    ahead.close()
+    assert sorted(disk.requests) == [wanted for wanted in order if wanted not in far.values()]
 
 
 def test_a_small_range_does_not_keep_its_large_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:

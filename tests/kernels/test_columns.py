@@ -13,7 +13,7 @@ import torch
 
 from halfbyte.core import Scheme
 from halfbyte.kernels.reference import dequantize_int4
-from halfbyte.quantize.gptq import Factor, factorize, gptq, gptq_and_scales
+from halfbyte.quantize.gptq import NEARBY, Factor, factorize, gptq, gptq_and_scales
 from halfbyte.quantize.refine import refine
 from halfbyte.quantize.scales import divisors_of, group_scales
 from halfbyte.testing.numeric import first_difference
@@ -68,6 +68,7 @@ def rounded_by_kernels(
     scales: torch.Tensor,
     scheme: Scheme,
     divisors: tuple[float, ...] = (),
+    multiples: tuple[float, ...] = (),
 ) -> torch.Tensor:
     from halfbyte.kernels.columns import round_columns
 
@@ -80,6 +81,7 @@ def rounded_by_kernels(
         scheme.code_min,
         scheme.code_max,
         divisors,
+        multiples,
     ).cpu()
 
 
@@ -158,7 +160,8 @@ def test_scales_searched_in_turn_are_those_of_plain_torch_up_to_ties(
     factor = factorize(hessians, DAMPENING, together=32)
     divisors = divisors_of(Scheme(), 32, signed=signed)
     scales = torch.full((2, rows, columns // 32), 99.0, dtype=torch.bfloat16, device=DEVICE)
-    codes = rounded_by_kernels(weights, factor, scales, Scheme(), divisors)
+    multiples = (*NEARBY, *(-m for m in NEARBY)) if signed else NEARBY
+    codes = rounded_by_kernels(weights, factor, scales, Scheme(), divisors, multiples)
     scales = scales.cpu()
     expected, theirs = gptq_and_scales(weights, factor, Scheme(), signed=signed)
     same = ((codes == expected).all(2) & (scales == theirs).all(2)).float()

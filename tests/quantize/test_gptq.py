@@ -149,7 +149,8 @@ def textbook_with_search(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """GPTQ over H⁻¹ in float64 for groups of 32 in one piece of `order`. A group's scale is the
     largest magnitude of what its columns have become, over that divisor with the least error,
-    weighed as GPTQ does. Codes and scales."""
+    weighed as GPTQ does, or that multiple of it with the least when the columns make up for each
+    other. Codes and scales."""
     weight, hessian = weight.double(), hessian.double()
     columns = len(hessian)
     hessian = hessian + DAMPENING * hessian.diagonal().mean() * torch.eye(columns)
@@ -165,7 +166,24 @@ def textbook_with_search(
             made = (now / candidates[..., None]).round().clamp(-8, 7) * candidates[..., None]
             errors = ((made - now).square() * pivots).sum(-1)
             best = errors.argmin(0)
-            scales[:, column // 32] = candidates.gather(0, best[None])[0]
+            start = candidates.gather(0, best[None])[0]
+            least = torch.full_like(start, torch.inf)
+            for multiple in (1, 0.98, 0.96, 0.93, 1.03, -1, -0.98, -0.96, -0.93, -1.03):
+                if multiple < 0 and min(divisors) > 0:
+                    continue
+                candidate = (start.float() * multiple).bfloat16().double()
+                trial, total = now.clone(), torch.zeros_like(least)
+                for j in range(32):
+                    made = (trial[:, j] / candidate).round().clamp(-8, 7) * candidate
+                    error = (trial[:, j] - made) / upper[i + j, i + j]
+                    total += error.square()
+                    trial -= error[:, None] * upper[i + j, i : i + 32].where(
+                        torch.arange(32) > j, 0
+                    )
+                scales[:, column // 32] = torch.where(
+                    total < least, candidate, scales[:, column // 32]
+                )
+                least = least.minimum(total)
         scale = scales[:, column // 32]
         codes[:, column] = (work[:, i] / scale).round().clamp(-8, 7)
         error = (work[:, i] - codes[:, column] * scale) / upper[i, i]

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,8 @@ from halfbyte.evals.model import load_model
 from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.journal import Journal
 from halfbyte.formats.layout import file_layout
-from halfbyte.formats.shards import ShardReader
+from halfbyte.formats.readahead import ByteRange
+from halfbyte.formats.shards import ShardReader, byte_range
 from halfbyte.formats.weights import logical_weights
 from halfbyte.formats.writebehind import Target
 from halfbyte.formats.writer import SavedState
@@ -204,6 +206,41 @@ def test_where_hidden_states_lie_changes_no_byte(
                 pipeline.run(placed(*places), out, tokens=tokens())
         pipeline.run(placed(*places[::-1]), out, tokens=tokens(), resume=True)
         assert contents(out) == contents(tmp_path / "memory")
+
+
+def test_all_of_a_layer_is_read_ahead_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with row feedback, which first reads what lies behind the last layer."""
+    fill = ShardReader._fill
+    reads: list[tuple[str, ByteRange]] = []
+
+    def noting(self: ShardReader, wanted: ByteRange, buffer: memoryview) -> None:
+        reads.append((threading.current_thread().name, wanted))
+        fill(self, wanted, buffer)
+
+    monkeypatch.setattr(ShardReader, "_fill", noting)
+    plan = plan_of(write_tiny(tmp_path / "tiny", layers=8))
+    assert plan.settings.feeds_back
+    placement = replace(plan.memory.placement, streams=Streams(read_ahead=1 << 20))
+    plan = replace(plan, memory=replace(plan.memory, placement=placement))
+    pipeline.run(plan, tmp_path / "out", tokens=tokens())
+    experts = [
+        part
+        for tensor in plan.tensors
+        if ".experts." in tensor.name
+        for part in tensor.source.parts.values()
+    ]
+    assert len(experts) > 50
+    for part in experts:
+        own = byte_range(part, None)
+        readers = [
+            name
+            for name, read in reads
+            if read.shard == own.shard and read.begin <= own.begin and own.end <= read.end
+        ]
+        assert len(readers) == 1
+        assert readers[0].startswith("read-ahead")
 
 
 class Crash(BaseException):

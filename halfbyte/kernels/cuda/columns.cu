@@ -109,20 +109,24 @@ __device__ __forceinline__ void store_codes(signed char* place, const float (&co
     }
 }
 
+// The nearest scale that a checkpoint can hold: bfloat16, and normal.
+__device__ __forceinline__ float stored_scale(float scale) {
+    constexpr float SMALLEST = 1.1754943508222875e-38f;
+    scale = __uint_as_float(static_cast<unsigned>(nearest_bfloat16(scale)) << 16);
+    return fabsf(scale) < SMALLEST ? SMALLEST : scale;
+}
+
 // The scale for a group of one piece: the largest magnitude over that divisor with the least error,
 // each column's multiplied with `importance` before it is squared; the first of equals.
 __device__ __forceinline__ float least_squares_scale(
     const float (&wanted)[PIECE], const float* importance, const float* __restrict__ divisors,
     int candidates, float code_min, float code_max) {
-    constexpr float SMALLEST = 1.1754943508222875e-38f;  // normal
     float largest = 0.0f;
 #pragma unroll
     for (int k = 0; k < PIECE; k++) largest = fmaxf(largest, fabsf(wanted[k]));
-    float best = SMALLEST, least = __uint_as_float(0x7F800000u);
+    float best = 0.0f, least = __uint_as_float(0x7F800000u);
     for (int i = 0; i < candidates; i++) {
-        float scale = __fdiv_rn(largest, divisors[i]);
-        scale = __uint_as_float(static_cast<unsigned>(nearest_bfloat16(scale)) << 16);
-        if (fabsf(scale) < SMALLEST) scale = SMALLEST;
+        const float scale = stored_scale(__fdiv_rn(largest, divisors[i]));
         const float inverse = __fdiv_rn(1.0f, scale);
         float total = 0.0f;
 #pragma unroll
@@ -136,6 +140,35 @@ __device__ __forceinline__ float least_squares_scale(
     return best;
 }
 
+// Of `nearby` multiples of a scale the one that serves a group best when its columns are rounded one
+// after the other; the first of equals.
+__device__ __forceinline__ float best_nearby(
+    float start, const float (&wanted)[PIECE], const float* own, const float (*square)[PIECE],
+    const float* importance, const float* __restrict__ multiples, int nearby, float code_min,
+    float code_max) {
+    float best = start, least = __uint_as_float(0x7F800000u);
+    for (int i = 0; i < nearby; i++) {
+        __syncthreads();  // or the compiler keeps all of `square` between the rounds
+        const float scale = stored_scale(start * multiples[i]), inverse = __frcp_rn(scale);
+        float trial[PIECE], total = 0.0f;
+#pragma unroll
+        for (int k = 0; k < PIECE; k++) trial[k] = wanted[k];
+#pragma unroll
+        for (int j = PIECE - 1; j >= 0; j--) {
+            const float code = divide(trial[j], scale, inverse);
+            const float made = scale * nearest_integer(fminf(fmaxf(code, code_min), code_max));
+            const float off = (trial[j] - made) * importance[j];
+            total = fmaf(off, off, total);
+            const float gone = own[j] - made;
+#pragma unroll
+            for (int k = 0; k < j; k++) trial[k] = fmaf(gone, square[j][k], trial[k]);
+        }
+        if (total < least) least = total, best = scale;
+    }
+    __syncthreads();
+    return best;
+}
+
 // GPTQ: round the columns of a block from the last to the first.
 //
 // target  [item, rows, pitch]  what each column would be without the errors of this block
@@ -144,13 +177,14 @@ __device__ __forceinline__ float least_squares_scale(
 // factor  [item, size, size]   L, lower triangle
 // scales  [item, rows, groups] bfloat16, of groups of columns as stored
 // order   [item, columns]      the stored column of each column here
-// With SEARCH each piece is one group, whose scale is searched first, among the `candidates`
-// divisors, and written.
+// With SEARCH each piece is one group, whose scale is searched first and written: among the
+// `candidates` divisors of its largest weight, and then among the multiples of what that finds, which
+// follow the divisors.
 template <bool SEARCH>
 __device__ __forceinline__ void round_pieces(
     const float* __restrict__ target, float* errors, signed char* codes,
     const float* __restrict__ factor, unsigned short* __restrict__ scales,
-    const int* __restrict__ order, const float* __restrict__ divisors, int candidates,
+    const int* __restrict__ order, const float* __restrict__ divisors, int candidates, int nearby,
     int rows, int columns, int size, int groups, int columns_per_group, int start,
     int pitch, int offset, float code_min, float code_max) {
     extern __shared__ float shared[];
@@ -217,7 +251,9 @@ __device__ __forceinline__ void round_pieces(
             }
             scale[0] = least_squares_scale(
                 best, diagonal + base, divisors, candidates, code_min, code_max);
-            __syncthreads();  // or the compiler keeps all of `square` for what follows
+            scale[0] = best_nearby(
+                scale[0], wanted, own, square, diagonal + base, divisors + candidates, nearby,
+                code_min, code_max);
             if (inside && start + base < columns) {  // what is behind them is padding
                 scales[threadIdx.x * (long long)groups + group[base]] =
                     nearest_bfloat16(scale[0]);
@@ -251,23 +287,23 @@ __device__ __forceinline__ void round_pieces(
 extern "C" __global__ void __launch_bounds__(ROWS, 3) round_block(
     const float* __restrict__ target, float* errors, signed char* codes,
     const float* __restrict__ factor, unsigned short* __restrict__ scales,
-    const int* __restrict__ order, const float* __restrict__ divisors, int candidates,
+    const int* __restrict__ order, const float* __restrict__ divisors, int candidates, int nearby,
     int rows, int columns, int size, int groups, int columns_per_group, int start,
     int pitch, int offset, float code_min, float code_max) {
     round_pieces<false>(
-        target, errors, codes, factor, scales, order, divisors, candidates, rows, columns, size,
-        groups, columns_per_group, start, pitch, offset, code_min, code_max);
+        target, errors, codes, factor, scales, order, divisors, candidates, nearby, rows, columns,
+        size, groups, columns_per_group, start, pitch, offset, code_min, code_max);
 }
 
 extern "C" __global__ void __launch_bounds__(ROWS, 3) search_and_round_block(
     const float* __restrict__ target, float* errors, signed char* codes,
     const float* __restrict__ factor, unsigned short* __restrict__ scales,
-    const int* __restrict__ order, const float* __restrict__ divisors, int candidates,
+    const int* __restrict__ order, const float* __restrict__ divisors, int candidates, int nearby,
     int rows, int columns, int size, int groups, int columns_per_group, int start,
     int pitch, int offset, float code_min, float code_max) {
     round_pieces<true>(
-        target, errors, codes, factor, scales, order, divisors, candidates, rows, columns, size,
-        groups, columns_per_group, start, pitch, offset, code_min, code_max);
+        target, errors, codes, factor, scales, order, divisors, candidates, nearby, rows, columns,
+        size, groups, columns_per_group, start, pitch, offset, code_min, code_max);
 }
 
 // Where the scale at `place` is best for the codes of its group, if that is better; the change.
