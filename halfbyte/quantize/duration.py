@@ -51,7 +51,7 @@ class Speed:
 
 SPEEDS: Mapping[str, Speed] = {
     # One H200, the layer of docs/results.md; float32 by the data sheet's ratio.
-    "cuda": Speed("H200", {"bfloat16": 4.7e14, "float32": 5e13}, 1.4e14, 3.8e9, 0.625, 5.0, 20.0),
+    "cuda": Speed("H200", {"bfloat16": 4.7e14, "float32": 5e13}, 1e14, 3.2e9, 0.625, 5.0, 20.0),
     # One core of a two-core AMD EPYC, the small model of docs/results.md.
     "cpu": Speed("EPYC core", {"bfloat16": 6e10, "float32": 6e10}, 1.6e10, 3e7, 1.0, 5.0, 2.0),
 }

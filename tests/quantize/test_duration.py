@@ -44,20 +44,21 @@ def layer(plan: Plan, **changes: Any) -> dict[str, float]:
 def test_the_layer_that_was_measured(glm52: Plan) -> None:
     """docs/results.md, one full-size layer on an H200."""
     phases = layer(glm52)
-    assert sum(phases.values()) == pytest.approx(8.16, rel=0.15)
-    assert phases["attention and router"] == pytest.approx(1.29, rel=0.15)
-    assert phases["Hessians"] == pytest.approx(1.89, rel=0.15)
-    assert phases["experts forward"] == pytest.approx(1.31, rel=0.15)
+    assert sum(phases.values()) == pytest.approx(9.40, rel=0.15)
+    assert phases["attention and router"] == pytest.approx(1.30, rel=0.15)
+    assert phases["Hessians"] == pytest.approx(2.31, rel=0.15)
+    assert phases["experts forward"] == pytest.approx(1.34, rel=0.15)
     # Both solves, what reading costs beyond reading ahead, packing and handing over.
     rest = phases["solve"] + phases["weights"]
-    assert rest == pytest.approx(2.02 + 0.73 + 0.48 + 0.32, rel=0.15)
+    assert rest == pytest.approx(2.08 + 1.20 + 0.62 + 0.78, rel=0.15)
 
 
 def test_twice_the_tokens_take_twice_the_forward_and_the_same_solve(glm52: Plan) -> None:
     once, twice = layer(glm52), layer(glm52, samples=1024)
     for phase in ("attention and router", "experts forward"):
         assert twice[phase] == pytest.approx(2 * once[phase])
-    assert 1.8 * once["Hessians"] < twice["Hessians"] <= 2 * once["Hessians"]
+    # Not twice the Hessians: the sample for the layer's mean stays as it is.
+    assert 1.75 * once["Hessians"] < twice["Hessians"] < 1.9 * once["Hessians"]
     for phase in ("solve", "weights"):
         assert twice[phase] == once[phase]
 
@@ -107,8 +108,8 @@ def test_workers_share_the_computing_and_not_the_disk(glm52: Plan) -> None:
     assert eight.detail["start"] == start
     assert eight.compute - start == pytest.approx((one.compute - start) / 8)
     assert eight.disk == pytest.approx(one.disk)
-    # 75 sparse layers and the MTP layer of 8.16 s.
-    assert one.compute == pytest.approx(76 * 8.16, rel=0.15)
+    # 75 sparse layers and the MTP layer of 9.40 s.
+    assert one.compute == pytest.approx(76 * 9.40, rel=0.15)
 
 
 def test_the_disk_takes_states_that_are_stored_and_those_without_room(glm52: Plan) -> None:
