@@ -91,13 +91,15 @@ def evenly(count: int, among: int, device: torch.device) -> torch.Tensor:
     return spread.round().long()
 
 
-def checked(stats: InputStats, where: str) -> InputStats:
-    """Raises CalibrationError when a Hessian is not finite: one bad activation spoils them all."""
-    if not bool(torch.isfinite(stats.hessian).all()):
-        raise CalibrationError(
-            f"the inputs of {where} are not finite", hint="compute in float32: --dtype float32"
-        )
-    return stats
+def check_inputs(hessians: torch.Tensor, names: Sequence[str]) -> None:
+    """Raises CalibrationError for the first of `hessians` [n, K, K], those of the inputs `names`,
+    that a bad activation got into: its square is in the diagonal, whatever it meets elsewhere."""
+    finite = torch.isfinite(hessians.diagonal(dim1=1, dim2=2)).all(1)
+    for name, sound in zip(names, finite.tolist(), strict=True):
+        if not sound:
+            raise CalibrationError(
+                f"the inputs of {name} are not finite", hint="compute in float32: --dtype float32"
+            )
 
 
 @torch.no_grad()
@@ -140,29 +142,30 @@ def collect_linear_inputs(
     for key, total in sums.items():
         held = torch.cat(held_out[key])
         mean = total / max(1, tokens[key] - len(held))
-        stats[key] = checked(InputStats(mean, tokens[key], held_out=held), key)
+        check_inputs(mean[None], [key])
+        stats[key] = InputStats(mean, tokens[key], held_out=held)
     return stats
 
 
 class ExpertInputs:
-    """Statistics of the inputs of one layer's routed experts."""
+    """Statistics of the inputs of one layer's routed experts. Not checked: that would wait for the
+    GPU once for each of them."""
 
     def __init__(
         self,
         routing: Routing,
-        layer: str,
         choice: ExpertHessian = "blend",
         *,
         affinity: bool = False,
     ) -> None:
-        """`layer` names the experts' layer in errors. With `affinity` a token counts by the square
+        """With `affinity` a token counts by the square
         of its router weight, relative to the mean square of the expert's tokens."""
         self._hidden = routing.hidden
         self._own, self._held = routing.split()
-        self._layer = layer
         self._choice = choice
         self._affinity = affinity
         self._mean: torch.Tensor | None = None
+        self._sampled: torch.Tensor | None = None
         device = routing.hidden.device
         first = HELD_OUT_STRIDE - 1
         self._all_held = torch.arange(len(routing.hidden), device=device)[first::HELD_OUT_STRIDE]
@@ -184,7 +187,7 @@ class ExpertInputs:
             return runner.inner(self._hidden[rows], gate_up)
 
         def mean() -> torch.Tensor:
-            sample = inner(self._sample(SAMPLE * gate_up.shape[0] // 2))
+            sample = runner.inner(self._sample(SAMPLE * gate_up.shape[0] // 2), gate_up)
             return second_moment(sample) / max(1, len(sample))
 
         return self._stats(expert, inner, mean)
@@ -209,8 +212,7 @@ class ExpertInputs:
                 total.add_(layer_mean(), alpha=BLEND * features)
                 weight += BLEND * features
         rung: Rung = "all-tokens" if alone else "blended" if self._choice == "blend" else "routed"
-        stats = InputStats(total.div_(weight), self.tokens(expert), rung, held)
-        return checked(stats, f"expert {expert} of {self._layer}")
+        return InputStats(total.div_(weight), self.tokens(expert), rung, held)
 
     def _own_moment(
         self, expert: int, inputs_of: Callable[[torch.Tensor], torch.Tensor], features: int
@@ -248,8 +250,11 @@ class ExpertInputs:
         return self._mean
 
     def _sample(self, count: int) -> torch.Tensor:
-        """Tokens of the layer, evenly spread, none of them held out."""
-        tokens = self._hidden.shape[0]
-        free = tokens - tokens // HELD_OUT_STRIDE
-        place = evenly(count, free, self._hidden.device)
-        return place + place // (HELD_OUT_STRIDE - 1)
+        """What `count` tokens of the layer, evenly spread and none of them held out, show to all
+        experts, [count, H]."""
+        if self._sampled is None or len(self._sampled) != count:
+            tokens = self._hidden.shape[0]
+            free = tokens - tokens // HELD_OUT_STRIDE
+            place = evenly(count, free, self._hidden.device)
+            self._sampled = self._hidden[place + place // (HELD_OUT_STRIDE - 1)]
+        return self._sampled

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from halfbyte.calibration.inputs import ExpertInputs, second_moment
+from halfbyte.calibration.inputs import ExpertInputs, check_inputs, second_moment
 from halfbyte.calibration.limits import BATCH_TOKENS
 from halfbyte.calibration.routing import Routing
 from halfbyte.calibration.runner import LayerRunner, State, expert_batches
@@ -59,12 +59,19 @@ class ExpertQuantizer:
         runner, settings, planned = self.runner, self.settings, search.planned
         prefix = f"{runner.architecture.layer_name(index)}mlp.experts."
         _scale_experts_input(routing, prefix, search)
-        inputs = ExpertInputs(
-            routing, f"layers.{index}", settings.expert_hessian, affinity=settings.affinity
-        )
+        inputs = ExpertInputs(routing, settings.expert_hessian, affinity=settings.affinity)
         step = self.placement.experts_at_once
         experts: list[dict[str, Stored]] = []
         reports = []
+        finished: list[tuple[list[TensorPlan | None], torch.Tensor, torch.Tensor]] = []
+        """Not emitted yet: that is done while a GPU is busy with the Hessians of the next batch."""
+
+        def emit_finished() -> None:
+            with self.phases("write"):
+                for rows in finished:
+                    _emit_rows(emit, *rows)
+                finished.clear()
+
         shares = self.ranks.shares(routing.experts)
         own_experts = shares[self.ranks.rank]
         for start in range(own_experts.start, own_experts.stop, step):
@@ -95,6 +102,10 @@ class ExpertQuantizer:
                             for expert, own in zip(chunk, stacks, strict=True)
                         ),
                     )
+                emit_finished()
+                if known is not None:
+                    names = [f"expert {expert} of layers.{index}" for expert in chunk]
+                    check_inputs(known.hessians, names)
                 with self.phases(f"solve {stack}"):
                     scheme = plans[0][0].scheme
                     assert scheme is not None
@@ -106,12 +117,13 @@ class ExpertQuantizer:
                     packed = int4.pack(solved.codes)
                     for item, own in enumerate(stacks):
                         kept = packed[item], solved.scales[item]
-                        _emit_rows(emit, plans[item], *kept)
+                        finished.append((plans[item], *kept))
                         for plan, linear in zip(plans[item], solved.linears[item], strict=True):
                             assert plan is not None
                             reports.append(report_of(plan, linear, stats[item]))
                         own[stack] = self._kept(kept[0]), self._kept(kept[1])
             experts += stacks
+        emit_finished()
         if self.ranks.count > 1:
             with self.phases("exchange experts"):
                 experts = self._exchanged(experts, shares, planned, prefix, emit)
@@ -183,6 +195,8 @@ class ExpertQuantizer:
             if inputs.tokens(expert):
                 gate_up = torch.cat([weights["gate_proj"], weights["up_proj"]])
                 stats = inputs.down(expert, self.runner, gate_up)
+                assert stats is not None
+                check_inputs(stats.hessian[None], [down])
             search.inner(down, weights["down_proj"], stats)
             if (rows := smoothing.rows(prefix + "up_proj")) is not None:
                 weights["up_proj"] = weights["up_proj"] / rows[:, None]

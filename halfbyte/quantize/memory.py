@@ -17,6 +17,7 @@ from halfbyte.calibration.limits import (
     BATCH_TOKENS,
     EXPERT_TOKENS,
     MOMENT_TOKENS,
+    SAMPLE,
     SCORES_AT_ONCE,
 )
 from halfbyte.core import (
@@ -147,6 +148,10 @@ def estimate_memory(
     # Half a matrix of what errors ask of rows.
     feedback = 2 * config_count(model, "hidden_size") ** 2 if settings.feeds_back else 0
     all_states = exchanged(state_bytes(settings, model), own_states)
+    sample = 0
+    if settings.expert_hessian != "routed":
+        seen = SAMPLE * config_count(model, "moe_intermediate_size")
+        sample = hidden * min(seen, _tokens(settings)) // max(1, _tokens(settings))
 
     def with_placement(placement: Placement) -> MemoryEstimate:
         libraries = {"torch and transformers": torch + TRANSFORMERS}
@@ -173,6 +178,7 @@ def estimate_memory(
             "experts' input": hidden if on_device else 0,
             "routing": _routing(settings, model),
             "quantized experts": 0 if placement.experts_on_host else own_waiting,
+            "tokens that all experts see": sample,
             "experts in work": placement.experts_at_once * _expert_bytes(model),
             "activations of an expert": _expert_activations(
                 settings, model, copies=[placement.states, placement.inputs]
@@ -181,7 +187,7 @@ def estimate_memory(
         }
         waits = 0 if placement.experts_on_host else exchanged(waiting, own_waiting)
         passing = experts | {"quantized experts": waits}
-        del passing["experts in work"]
+        del passing["experts in work"], passing["tokens that all experts see"]
         phase = max(forward, exchange, experts, passing, key=lambda phase: sum(phase.values()))
         kept = {"hidden states", "experts' input", "quantized experts"} if on_gpu else set()
         phase = {

@@ -18,14 +18,14 @@ from halfbyte.calibration.inputs import (
     BLEND,
     FEW_HELD_OUT,
     ExpertInputs,
-    checked,
+    check_inputs,
     collect_linear_inputs,
     input_of,
 )
 from halfbyte.calibration.limits import HELD_OUT_STRIDE, HELD_OUT_TOKENS
 from halfbyte.calibration.routing import Routing
 from halfbyte.calibration.runner import LayerRunner
-from halfbyte.core import ExpertHessian, InputStats, Scheme, Settings
+from halfbyte.core import ExpertHessian, Scheme, Settings
 from halfbyte.errors import CalibrationError
 from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.rows import InMemory
@@ -161,7 +161,7 @@ def expected_hessian(
 @pytest.mark.parametrize("choice", CHOICES)
 def test_each_choice_is_its_definition(choice: ExpertHessian, affinity: bool) -> None:
     routing = routing_of(TOKENS_OF, WIDTH)
-    inputs = ExpertInputs(routing, "layers.1", choice, affinity=affinity)
+    inputs = ExpertInputs(routing, choice, affinity=affinity)
     for expert, count in enumerate(TOKENS_OF):
         stats = inputs.gate_up(expert)
         assert stats is not None
@@ -181,9 +181,7 @@ def test_held_out_tokens_are_in_no_hessian(choice: ExpertHessian) -> None:
     held = slice(HELD_OUT_STRIDE - 1, None, HELD_OUT_STRIDE)
     loud.hidden[:][held] *= 1e2
     for expert in range(routing.experts):
-        before, after = (
-            ExpertInputs(r, "layers.1", choice).gate_up(expert) for r in (routing, loud)
-        )
+        before, after = (ExpertInputs(r, choice).gate_up(expert) for r in (routing, loud))
         assert before is not None
         assert after is not None
         torch.testing.assert_close(after.hessian, before.hessian, rtol=1e-3, atol=1e-3)
@@ -193,7 +191,7 @@ def test_held_out_tokens_are_in_no_hessian(choice: ExpertHessian) -> None:
 
 def test_an_expert_is_checked_on_its_own_held_out_tokens_first() -> None:
     routing = routing_of([3000, 500, 20, 0], WIDTH)
-    inputs = ExpertInputs(routing, "layers.1")
+    inputs = ExpertInputs(routing)
     every = range(HELD_OUT_STRIDE - 1, len(routing.hidden), HELD_OUT_STRIDE)
     for expert in range(4):
         stats = inputs.gate_up(expert)
@@ -209,7 +207,7 @@ def test_an_expert_is_checked_on_its_own_held_out_tokens_first() -> None:
 
 def test_held_out_tokens_of_a_busy_expert_are_a_spread_sample() -> None:
     routing = routing_of([HELD_OUT_STRIDE * (HELD_OUT_TOKENS + 44)], WIDTH)
-    stats = ExpertInputs(routing, "layers.1").gate_up(0)
+    stats = ExpertInputs(routing).gate_up(0)
     assert stats is not None
     assert stats.held_out is not None
     held = routing.hidden[:][HELD_OUT_STRIDE - 1 :: HELD_OUT_STRIDE]
@@ -219,12 +217,12 @@ def test_held_out_tokens_of_a_busy_expert_are_a_spread_sample() -> None:
 
 
 def test_no_token_at_all_gives_no_statistics() -> None:
-    assert ExpertInputs(routing_of([0, 0], 8), "layers.1").gate_up(0) is None
+    assert ExpertInputs(routing_of([0, 0], 8)).gate_up(0) is None
 
 
 @pytest.mark.parametrize("tokens", [1, 3, HELD_OUT_STRIDE - 1])
 def test_too_few_tokens_to_hold_one_out(tokens: int) -> None:
-    stats = ExpertInputs(routing_of([0, tokens], 8), "layers.1").gate_up(1)
+    stats = ExpertInputs(routing_of([0, tokens], 8)).gate_up(1)
     assert stats is not None
     assert stats.held_out is not None
     assert stats.held_out.shape == (0, 8)
@@ -248,7 +246,7 @@ def test_down_projections_see_what_the_quantized_gate_and_up_make(
         return torch.nn.functional.silu(x @ gate.double().T) * (x @ up.double().T)
 
     own = [t for t in tokens_of_expert(routing, expert) if t in free]
-    spread = [free[round(i * (len(free) - 1) / 127)] for i in range(128)]  # 2 to a feature
+    spread = [free[round(i * (len(free) - 1) / 511)] for i in range(512)]  # 8 to a feature
     layers = BLEND * 64
     total = len(own) * mean_moment(inner(own)) + layers * mean_moment(inner(spread))
     expected = {
@@ -259,7 +257,7 @@ def test_down_projections_see_what_the_quantized_gate_and_up_make(
     with ShardReader(open_checkpoint(path)) as reader:
         runner = make_runner(reader)
         for choice in CHOICES:
-            inputs = ExpertInputs(routing, "layers.1", choice)
+            inputs = ExpertInputs(routing, choice)
             stats = inputs.down(expert, runner, torch.cat([gate, up]))
             assert stats is not None
             assert stats.tokens == (3, 600)[expert]
@@ -281,7 +279,7 @@ def test_starved_experts_do_no_worse_than_plain_rounding_on_held_out_tokens(
     columns = 64
     starved = [0, 1, columns // 2]
     routing = routing_of([*starved, 4000], columns)
-    inputs = ExpertInputs(routing, "layers.1", choice)
+    inputs = ExpertInputs(routing, choice)
     stats = [inputs.gate_up(expert) for expert in range(4)]
     held = [s.held_out for s in stats if s is not None and s.held_out is not None]
     assert len(held) == 4
@@ -308,12 +306,16 @@ def test_starved_experts_do_no_worse_than_plain_rounding_on_held_out_tokens(
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_an_infinite_activation_names_the_expert_and_its_layer(choice: ExpertHessian) -> None:
+def test_an_infinite_activation_shows_in_the_hessian_of_its_expert(choice: ExpertHessian) -> None:
     routing = routing_of([40, 30], WIDTH)
     token = next(t for t in not_held_out(70) if int(routing.index[t]) == 1)
     routing.hidden[:][token, 3] = float("inf")
-    with pytest.raises(CalibrationError, match=r"expert 1 of layers\.7"):
-        ExpertInputs(routing, "layers.7", choice).gate_up(1)
+    stats = ExpertInputs(routing, choice).gate_up(1)
+    assert stats is not None
+    with pytest.raises(CalibrationError, match=r"inputs of expert 1 of layers\.7 are not finite"):
+        check_inputs(
+            torch.stack([torch.eye(WIDTH), stats.hessian]), ["other", "expert 1 of layers.7"]
+        )
 
 
 def test_an_infinite_activation_names_the_input_of_a_plain_linear(tmp_path: Path) -> None:
@@ -330,4 +332,4 @@ def test_an_infinite_activation_names_the_input_of_a_plain_linear(tmp_path: Path
 
 def test_infinite_input_is_refused() -> None:
     with pytest.raises(CalibrationError, match=r"layers\.3\.mlp\.gate_up"):
-        checked(InputStats(torch.full((2, 2), float("inf")), 5), "layers.3.mlp.gate_up")
+        check_inputs(torch.full((1, 2, 2), float("inf")), ["layers.3.mlp.gate_up"])

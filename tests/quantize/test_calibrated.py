@@ -77,6 +77,7 @@ def quantize_layer(
             codes = unpack_int4(packed, 8 * packed.shape[1])
             made.weights[tensor.name] = QuantizedWeight(codes, scales.clone())
 
+        quantizer.prepare()
         made.reports = quantizer.run(unit, keep).reports
         assert quantizer.state is not None
         made.hidden = quantizer.state.hidden[:]
