@@ -11,7 +11,7 @@ that the layers before (quantized or not) produced.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from halfbyte.calibration.routing import Dispatch, ExpertsTakenOut, Routing
 from halfbyte.core import Placement, StoredWeight
 from halfbyte.errors import CalibrationError, CheckpointError
 from halfbyte.formats.rows import Rows, new_rows
-from halfbyte.formats.shards import ShardReader
+from halfbyte.formats.shards import Checks, ShardReader
 from halfbyte.kernels.reference import add_rows
 
 EXPERT_LINEARS = ("gate_proj", "up_proj", "down_proj")
@@ -68,9 +68,12 @@ class LayerRunner:
         self._reader = reader
         self._rotary = architecture.rotary(self.device)
 
-    def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def read(
+        self, name: str, dtype: torch.dtype | None = None, checks: Checks | None = None
+    ) -> torch.Tensor:
         """A weight, decoded, on the compute device. Raises CheckpointError when it is missing."""
-        return self._reader.read_weight(self._stored(name), dtype or self.dtype, self.device)
+        stored = self._stored(name)
+        return self._reader.read_weight(stored, dtype or self.dtype, self.device, checks)
 
     def _stored(self, name: str) -> StoredWeight:
         if (stored := self._weights.get(name)) is None:
@@ -219,10 +222,19 @@ class LayerRunner:
             "prev_topk_indices": chosen,
         }
 
-    def load_expert(self, index: int, expert: int) -> dict[str, torch.Tensor]:
-        """gate_proj and up_proj [I, H], down_proj [H, I] of one expert, float32."""
-        prefix = f"{self.architecture.layer_name(index)}mlp.experts.{expert}."
-        return {name: self.read(f"{prefix}{name}.weight", torch.float32) for name in EXPERT_LINEARS}
+    def load_experts(self, index: int, experts: Iterable[int]) -> list[dict[str, torch.Tensor]]:
+        """gate_proj and up_proj [I, H], down_proj [H, I] of some experts, float32."""
+        checks = Checks()
+        prefix = f"{self.architecture.layer_name(index)}mlp.experts."
+        loaded = [
+            {
+                leaf: self.read(f"{prefix}{expert}.{leaf}.weight", torch.float32, checks)
+                for leaf in EXPERT_LINEARS
+            }
+            for expert in experts
+        ]
+        checks.settle()
+        return loaded
 
     @torch.no_grad()
     def inner(self, hidden: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
@@ -263,7 +275,7 @@ class LayerRunner:
             whole, inputs, dispatch = state.hidden[:], routing.hidden[:], routing.dispatch()
             for expert in range(routing.experts):
                 if dispatch.tokens(expert):
-                    stored = self.load_expert(index, expert)
+                    (stored,) = self.load_experts(index, [expert])
                     both = torch.cat([stored["gate_proj"], stored["up_proj"]])
                     weights = {"gate_up": both, "down": stored["down_proj"]}
                     self.add_expert(whole.flatten(0, 1), inputs, dispatch, expert, weights)

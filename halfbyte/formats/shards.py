@@ -143,21 +143,23 @@ class ShardReader:
         stored: StoredWeight,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        checks: Checks | None = None,
     ) -> torch.Tensor:
         """The logical weight, decoded in float32 and cast to `dtype`, on and by `device`.
 
-        Raises `CheckpointError` for values that are not finite and for FP8 scales that are not
-        positive, with the first such coordinate: both mean a damaged file. INT4 scales may be
-        negative, but not zero: AutoRound and halfbyte turn a group whose largest weight is
-        positive around, since there is a code -8 but no 8.
+        Raises, or has `checks` raise when they are settled, `CheckpointError` for values that are
+        not finite and for FP8 scales that are not positive, with the first such coordinate: both
+        mean a damaged file. INT4 scales may be negative, but not zero: AutoRound and halfbyte turn
+        a group whose largest weight is positive around, since there is a code -8 but no 8.
         """
+        now = checks or Checks()
         # From page-locked memory, that is from reading ahead, the copy runs beside other work.
         parts = {
             key: self.read(info).to(device, non_blocking=True) for key, info in stored.parts.items()
         }
         if "scale" in parts:
             sign: Sign = "nonzero" if stored.encoding == "int4" else "positive"
-            require_finite(stored.parts["scale"], parts["scale"], sign)
+            now.add(stored.parts["scale"], parts["scale"], sign)
         if stored.encoding == "fp8":
             assert stored.block is not None
             (rows, columns), (block_rows, block_columns) = stored.shape, stored.block
@@ -173,7 +175,9 @@ class ShardReader:
             weight = dequantize_int4(codes, scales, dtype)
         else:
             weight = parts["weight"].to(dtype)
-        require_finite(next(iter(stored.parts.values())), weight)
+        now.add(next(iter(stored.parts.values())), weight)
+        if checks is None:
+            now.settle()
         return weight
 
     def _fill(self, wanted: ByteRange, buffer: memoryview) -> None:
@@ -215,22 +219,42 @@ def row_slices(info: TensorInfo, nbytes: int = PIECE) -> Iterator[tuple[int, int
         yield start, min(start + step, info.shape[0])
 
 
-def require_finite(
-    info: TensorInfo, values: torch.Tensor, sign: Sign = "any", *, first_row: int = 0
-) -> None:
-    """Raise unless all values, rows from `first_row` on, are finite, and positive or at least not
-    zero where asked."""
-    if not values.numel():
-        return
-    # The extremes carry NaN and infinity, and need no memory of the size of the tensor.
-    extremes = torch.stack(values.aminmax())
-    good = bool(torch.isfinite(extremes).all())
-    if sign == "positive":
-        good = good and bool(extremes[0] > 0)
-    elif sign == "nonzero":
-        good = good and bool(values.all())
-    if good:
-        return
+class Checks:
+    """Checks of values that were read. Settled together they wait for a GPU only once."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[torch.Tensor, TensorInfo, torch.Tensor, Sign, int]] = []
+
+    def add(
+        self, info: TensorInfo, values: torch.Tensor, sign: Sign = "any", *, first_row: int = 0
+    ) -> None:
+        """Have `settle` require that all values, rows from `first_row` on, are finite, and positive
+        or at least not zero where asked."""
+        if not values.numel():
+            return
+        # The extremes carry NaN and infinity, and need no memory of the size of the tensor.
+        extremes = torch.stack(values.aminmax())
+        sound = torch.isfinite(extremes).all()
+        if sign == "positive":
+            sound = sound & (extremes[0] > 0)
+        elif sign == "nonzero":
+            sound = sound & values.all()
+        self._waiting.append((sound, info, values, sign, first_row))
+
+    def settle(self) -> None:
+        """Raise CheckpointError for the first values that are not as required."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        for sound, check in zip(
+            torch.stack([c[0] for c in waiting]).tolist(), waiting, strict=True
+        ):
+            if not sound:
+                raise _damage(*check[1:])
+
+
+def _damage(info: TensorInfo, values: torch.Tensor, sign: Sign, first_row: int) -> CheckpointError:
+    """The error about the first value that is not as required."""
     bad = ~torch.isfinite(values)
     if sign != "any":
         bad |= values <= 0 if sign == "positive" else values == 0
@@ -238,7 +262,7 @@ def require_finite(
     value = float(values[tuple(where)])
     if where:
         where[0] += first_row
-    raise CheckpointError(
+    return CheckpointError(
         f"{info.name} in {info.shard} decodes to {value} at {where}",
         hint="the shard is damaged; download it again",
     )

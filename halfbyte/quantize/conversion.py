@@ -11,7 +11,7 @@ import torch
 from halfbyte.calibration.families import is_routed_expert
 from halfbyte.core import LinearReport, QuantizedWeight, Settings, TensorPlan, Unit
 from halfbyte.formats import int4
-from halfbyte.formats.shards import TORCH_DTYPES, Request, ShardReader, require_finite, row_slices
+from halfbyte.formats.shards import TORCH_DTYPES, Checks, Request, ShardReader, row_slices
 from halfbyte.formats.writer import CheckpointWriter
 from halfbyte.quantize.memory import BATCH_ELEMENTS
 from halfbyte.quantize.smoothing import Smoothing
@@ -105,7 +105,9 @@ def _quantize(
     writer: CheckpointWriter,
 ) -> list[LinearReport]:
     """Round linears, those of one shape and scheme at once: small ones leave a GPU idle."""
-    weights = [reader.read_weight(t.source, torch.float32, settings.device) for t in batch]
+    checks = Checks()
+    weights = [reader.read_weight(t.source, torch.float32, settings.device, checks) for t in batch]
+    checks.settle()
     alike = defaultdict(list)
     for number, tensor in enumerate(batch):
         alike[tensor.source.shape, tensor.scheme].append(number)
@@ -144,7 +146,9 @@ def _copy(
             if stored.is_floating_point():
                 # torch has no comparisons of FP8 numbers.
                 values = stored if stored.element_size() > 1 else stored.bfloat16()
-                require_finite(part, values, first_row=rows[0] if rows else 0)
+                checks = Checks()
+                checks.add(part, values, first_row=rows[0] if rows else 0)
+                checks.settle()
             writer.write(output.name, stored, rows)
 
 

@@ -77,7 +77,7 @@ class ExpertQuantizer:
         for start in range(own_experts.start, own_experts.stop, step):
             chunk = range(start, min(start + step, own_experts.stop))
             with self.phases("read"):
-                loaded = [runner.load_expert(index, expert) for expert in chunk]
+                loaded = runner.load_experts(index, chunk)
             if search.smoothing.inputs:
                 with self.phases("scale inputs"):
                     for expert, single in zip(chunk, loaded, strict=True):

@@ -19,7 +19,7 @@ from halfbyte.core import DTYPE_BYTES, Checkpoint
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import int4, shards
 from halfbyte.formats.checkpoint import open_checkpoint
-from halfbyte.formats.shards import TORCH_DTYPES, ShardReader
+from halfbyte.formats.shards import TORCH_DTYPES, Checks, ShardReader
 from halfbyte.formats.weights import logical_weights
 from halfbyte.testing.architectures import ModelType
 from halfbyte.testing.tiny import Source, write_checkpoint, write_sparse_shard, write_tiny
@@ -358,3 +358,21 @@ def test_shard_that_shrinks_while_it_is_open(tiny_copy: Path) -> None:
         os.truncate(tiny_copy / info.shard, info.end - 3)
         with pytest.raises(CheckpointError, match=f"{NORM}, bytes .* it ends at byte"):
             reader.read(info)
+
+
+def test_checks_wait_until_they_are_settled(tiny_copy: Path) -> None:
+    """And name the first that was read, not the first in the file."""
+    first, second = "model.layers.1.mlp.experts.1.up_proj", "model.layers.1.mlp.experts.0.up_proj"
+    for name in (first, second):
+        poke(tiny_copy, f"{name}.weight", 5, b"\x7f")
+    checkpoint = open_checkpoint(tiny_copy)
+    weights, checks = logical_weights(checkpoint), Checks()
+    with ShardReader(checkpoint) as reader:
+        sound = reader.read_weight(weights[NORM], checks=checks)
+        for name in (first, second):
+            read = reader.read_weight(weights[f"{name}.weight"], checks=checks)
+            assert int(torch.isnan(read).sum()) == 1
+        assert bool(torch.isfinite(sound).all())
+        with pytest.raises(CheckpointError, match=rf"{first}.weight in .* to nan at \[0, 5\]"):
+            checks.settle()
+        checks.settle()  # of nothing
