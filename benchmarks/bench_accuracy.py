@@ -61,7 +61,7 @@ class Row:
 BASELINE = "fp8"
 ROWS: Mapping[str, Row] = {
     "rtn": Row(OURS, "--method rtn", calibrated=False),
-    # The textbook's, which is llm-compressor's default.
+    # As in the textbook; with these choices llm-compressor's `llmc-gptq-routed` does the same.
     "gptq-plain": Row(
         OURS,
         "--scale-search minmax --refine 0 --positive-scales --expert-hessian routed"

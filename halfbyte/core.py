@@ -121,6 +121,11 @@ class StoredWeight:
         return sum(p.nbytes for p in self.parts.values())
 
 
+SEARCHED_GROUP = 32
+"""Columns of a group whose scale is searched when its turn comes. Keeping columns together costs
+act-order some of its effect: with groups of 128 more than the search brings."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scheme:
     """Symmetric integer weights; maps one to one to compressed-tensors' `QuantizationArgs`."""
@@ -220,6 +225,11 @@ class Settings:
     def feeds_back(self) -> bool:
         """Whether rows make up for each other: not in another engine's GPTQ."""
         return self.row_feedback and self.compensates and self.engine == "halfbyte"
+
+    def searches_in_turn(self, group: int) -> bool:
+        """Whether groups of so many columns have their scale searched when GPTQ comes to them."""
+        able = self.compensates and self.engine == "halfbyte" and self.scale_search == "mse"
+        return able and group == SEARCHED_GROUP
 
     def identity(self) -> dict[str, Any]:
         """By name, for comparison: which of several GPUs it was does not matter."""

@@ -39,7 +39,6 @@ class Launch:
     """Its number on this machine, which is the number of its GPU."""
     count: int
     """How many there are, on all machines."""
-    """How many there are, on all machines."""
 
 
 def torchrun() -> Launch | None:

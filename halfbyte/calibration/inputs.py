@@ -158,8 +158,8 @@ class ExpertInputs:
         *,
         affinity: bool = False,
     ) -> None:
-        """With `affinity` a token counts by the square
-        of its router weight, relative to the mean square of the expert's tokens."""
+        """With `affinity` a token counts by the square of its router weight, relative to the mean
+        square of the expert's tokens."""
         self._hidden = routing.hidden
         self._own, self._held = routing.split()
         self._choice = choice
@@ -252,7 +252,7 @@ class ExpertInputs:
     def _sample(self, count: int) -> torch.Tensor:
         """What `count` tokens of the layer, evenly spread and none of them held out, show to all
         experts, [count, H]."""
-        if self._sampled is None or len(self._sampled) != count:
+        if self._sampled is None:  # all experts are of one width, and ask for as many
             tokens = self._hidden.shape[0]
             free = tokens - tokens // HELD_OUT_STRIDE
             place = evenly(count, free, self._hidden.device)

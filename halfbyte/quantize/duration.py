@@ -41,6 +41,8 @@ class Speed:
     """Multiply-adds of a linear [N, K] in the solver: N K² for GPTQ and for each refinement."""
     weights: float
     """Weights that are decoded, searched for scales, rounded and packed."""
+    in_turn: float
+    """Weights whose scales are searched within GPTQ."""
     triangle: float
     """Share of a second moment that is computed: less than 1 where its symmetry is made use of."""
     start: float
@@ -51,9 +53,13 @@ class Speed:
 
 SPEEDS: Mapping[str, Speed] = {
     # One H200, the layer of docs/results.md; float32 by the data sheet's ratio.
-    "cuda": Speed("H200", {"bfloat16": 4.7e14, "float32": 5e13}, 1e14, 3.2e9, 0.625, 5.0, 20.0),
+    "cuda": Speed(
+        "H200", {"bfloat16": 4.7e14, "float32": 5e13}, 1e14, 3.2e9, 1e11, 0.625, 5.0, 20.0
+    ),
     # One core of a two-core AMD EPYC, the small model of docs/results.md.
-    "cpu": Speed("EPYC core", {"bfloat16": 6e10, "float32": 6e10}, 1.6e10, 3e7, 1.0, 5.0, 2.0),
+    "cpu": Speed(
+        "EPYC core", {"bfloat16": 6e10, "float32": 6e10}, 1.6e10, 3e7, 1.75e6, 1.0, 5.0, 2.0
+    ),
 }
 
 
@@ -129,6 +135,7 @@ def _solver_seconds(tensors: Sequence[TensorPlan], settings: Settings) -> dict[s
         steps = sum(t.source.shape[0] * t.source.shape[1] ** 2 for t in linears)
         solver = speed.llmcompressor if settings.engine == "llmcompressor" else 1.0
         found["solve"] = (solver + settings.refine) * steps / speed.columns
+        found["scale search"] = _weights(_in_turn(linears, settings)) / speed.in_turn
     if settings.scales_inputs:
         searched = [t for t in linears if not is_routed_expert(t.module)]
         experts = [t for t in linears if is_routed_expert(t.module)]
@@ -136,6 +143,12 @@ def _solver_seconds(tensors: Sequence[TensorPlan], settings: Settings) -> dict[s
         wide = [t for t in experts if not t.module.endswith("down_proj")][: 2 * READERS_IN_SEARCH]
         found["scale inputs"] = SCALINGS * _weights([*searched, *down, *wide]) / speed.weights
     return found
+
+
+def _in_turn(linears: Sequence[TensorPlan], settings: Settings) -> list[TensorPlan]:
+    """Those whose scales are searched within GPTQ."""
+    schemes = [(t, t.scheme.columns_per_group(t.source.shape[1])) for t in linears if t.scheme]
+    return [tensor for tensor, group in schemes if settings.searches_in_turn(group)]
 
 
 def _expert_moments(

@@ -10,7 +10,7 @@ the first, is rounded to what is nearest to wᵢ + Σ_{j>i} eⱼ lⱼᵢ / lᵢ�
 order of energy these are the codes of GPTQ with act-order (Frantar et al., arXiv 2210.17323), which
 takes them in descending order from a Cholesky factor of H⁻¹; here nothing is inverted.
 
-The scale of a group of `SEARCHED_GROUP` columns can be searched when the group's turn comes
+The scale of a group of 32 columns can be searched when the group's turn comes
 (`gptq_and_scales`): by then the errors behind it are known, and with them what its columns have to
 be rounded to. That takes groups whole, one after the other, where act-order alone scatters them.
 
@@ -33,9 +33,6 @@ from halfbyte.quantize.scales import divisors_of, least_squares_scales, stored_s
 
 DAMPING_STEPS = (1, 10, 100)
 """Multiples of the damping that are tried in turn until the Hessian factorizes."""
-SEARCHED_GROUP = 32
-"""Columns of a group whose scale is searched when its turn comes. Keeping columns together costs
-act-order some of its effect: with groups of 128 more than the search brings."""
 NEARBY = (1.0, 0.98, 0.96, 0.93, 1.03)
 """Multiples of a group's scale, and with signed scales their opposites, that are tried in full."""
 DIAGONAL = "diagonal"

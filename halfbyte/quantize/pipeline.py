@@ -386,7 +386,8 @@ def _layer_quantizer(
 def _summary(unit: Unit, reports: list[LinearReport]) -> str:
     """What the reader sees of a finished unit."""
     if not reports:
-        return f"{unit.name}: {len(unit.tensors)} tensors written"
+        count = len(unit.tensors)
+        return f"{unit.name}: {count} tensor{'s' if count > 1 else ''} written"
     error = sum(r.error for r in reports) / len(reports)
     rtn = sum(r.rtn_error for r in reports) / len(reports)
     text = f"{unit.name}: {len(reports)} linears quantized, mean error {error:.2e}"

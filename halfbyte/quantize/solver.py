@@ -20,7 +20,6 @@ from halfbyte.quantize import llmcompressor
 from halfbyte.quantize.feedback import RowFeedback
 from halfbyte.quantize.gptq import (
     DIAGONAL,
-    SEARCHED_GROUP,
     Factor,
     factorize,
     gptq,
@@ -99,11 +98,9 @@ def solve(
         plain = scales
         fallbacks: list[str | None] = ["rtn" if settings.compensates else None] * batch
     else:
-        factor = factorize(
-            inputs.hessians,
-            settings.dampening,
-            together=_searched_in_turn(scheme, weights.shape[-1], settings),
-        )
+        group = scheme.columns_per_group(weights.shape[-1])
+        together = group if settings.searches_in_turn(group) else 1
+        factor = factorize(inputs.hessians, settings.dampening, together=together)
         # What GPTQ minimises is the rounding errors weighed by its pivots, so scales are chosen
         # for that. On calibration inputs this beats the plain squared error and the Hessian's
         # diagonal, which counts errors that later columns make up for.
@@ -193,14 +190,6 @@ def _compensated(
         )
         return codes, scales, steps
     return gptq(weights, factor, scales, scheme, settings.block_size), scales, factor.fallbacks
-
-
-def _searched_in_turn(scheme: Scheme, columns: int, settings: Settings) -> int:
-    """Columns of the groups whose scale GPTQ searches on its way; 1 when scales are fixed before
-    it."""
-    group = scheme.columns_per_group(columns)
-    able = settings.engine == "halfbyte" and settings.scale_search == "mse"
-    return group if able and group == SEARCHED_GROUP else 1
 
 
 def _by_blocks(

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from halfbyte.core import Scheme
+from halfbyte.core import SEARCHED_GROUP, Scheme
 from halfbyte.errors import CalibrationError
 from halfbyte.kernels.reference import dequantize_int4
-from halfbyte.quantize.gptq import SEARCHED_GROUP, Factor, factorize, gptq, gptq_and_scales
+from halfbyte.quantize.gptq import Factor, factorize, gptq, gptq_and_scales
 from halfbyte.quantize.rtn import round_to_nearest
 from halfbyte.quantize.scales import group_scales
 from halfbyte.testing.numeric import first_difference, relative_error
