@@ -11,7 +11,7 @@ that the layers before (quantized or not) produced.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from halfbyte.core import Placement, StoredWeight
 from halfbyte.errors import CalibrationError, CheckpointError
 from halfbyte.formats.rows import Rows, new_rows
 from halfbyte.formats.shards import Checks, ShardReader
-from halfbyte.kernels.reference import add_rows
+from halfbyte.kernels.reference import add_rows, silu_gated
 
 EXPERT_LINEARS = ("gate_proj", "up_proj", "down_proj")
 
@@ -146,11 +146,11 @@ class LayerRunner:
         attention: Any = layer.self_attn
         if getattr(attention, "indexer", None) is not None:
             attention.indexer = SlicedIndexer(attention.indexer)
-        prefix = self.architecture.layer_name(index)
+        prefix, checks = self.architecture.layer_name(index), Checks()
         for name, empty in _tensors(layer):
             # The router decides in float32 in the reference; so do the indexer's head weights.
             exact = "mlp.gate." in name or "weights_proj" in name
-            tensor = self.read(prefix + name, torch.float32 if exact else None)
+            tensor = self.read(prefix + name, torch.float32 if exact else None, checks)
             owner, _, leaf = name.rpartition(".")
             setattr(
                 layer.get_submodule(owner),
@@ -159,6 +159,7 @@ class LayerRunner:
                 if isinstance(empty, nn.Parameter)
                 else nn.Buffer(tensor),
             )
+        checks.settle()
         return layer
 
     @torch.no_grad()
@@ -222,19 +223,21 @@ class LayerRunner:
             "prev_topk_indices": chosen,
         }
 
-    def load_experts(self, index: int, experts: Iterable[int]) -> list[dict[str, torch.Tensor]]:
-        """gate_proj and up_proj [I, H], down_proj [H, I] of some experts, float32."""
-        checks = Checks()
+    def load_experts(
+        self, index: int, experts: Sequence[int], leaves: Sequence[str]
+    ) -> torch.Tensor:
+        """Linears of some experts, each expert's stacked by their rows: float32 [experts, N, K]."""
         prefix = f"{self.architecture.layer_name(index)}mlp.experts."
-        loaded = [
-            {
-                leaf: self.read(f"{prefix}{expert}.{leaf}.weight", torch.float32, checks)
-                for leaf in EXPERT_LINEARS
-            }
-            for expert in experts
-        ]
+        stored = [[self._stored(f"{prefix}{e}.{leaf}.weight") for leaf in leaves] for e in experts]
+        heights = [weight.shape[0] for weight in stored[0]]
+        shape = len(experts), sum(heights), stored[0][0].shape[1]
+        stack = torch.empty(shape, device=self.device)
+        checks = Checks()
+        for own, rows in zip(stored, stack, strict=True):
+            for weight, part in zip(own, rows.split(heights), strict=True):
+                self._reader.read_weight(weight, torch.float32, self.device, checks, out=part)
         checks.settle()
-        return loaded
+        return stack
 
     @torch.no_grad()
     def inner(self, hidden: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
@@ -242,7 +245,10 @@ class LayerRunner:
 
         `gate_up` [2 I, H] are the weights of both, gate first.
         """
-        gate, up = (hidden @ gate_up.T.to(self.dtype)).chunk(2, dim=-1)
+        both = hidden @ gate_up.T.to(self.dtype)
+        if self.architecture.config.hidden_act == "silu":
+            return silu_gated(both)
+        gate, up = both.chunk(2, dim=-1)
         inner: torch.Tensor = self.architecture.activation()(gate)
         return inner.mul_(up)
 
@@ -275,9 +281,9 @@ class LayerRunner:
             whole, inputs, dispatch = state.hidden[:], routing.hidden[:], routing.dispatch()
             for expert in range(routing.experts):
                 if dispatch.tokens(expert):
-                    (stored,) = self.load_experts(index, [expert])
-                    both = torch.cat([stored["gate_proj"], stored["up_proj"]])
-                    weights = {"gate_up": both, "down": stored["down_proj"]}
+                    gate_up = self.load_experts(index, [expert], ("gate_proj", "up_proj"))[0]
+                    down = self.load_experts(index, [expert], ("down_proj",))[0]
+                    weights = {"gate_up": gate_up, "down": down}
                     self.add_expert(whole.flatten(0, 1), inputs, dispatch, expert, weights)
             state.hidden[:] = whole
         check_finite(state.hidden, f"layer {index}")

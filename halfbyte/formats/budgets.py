@@ -18,8 +18,8 @@ ON_CPU = Streams()
 ON_GPU = Streams(512 << 20, 512 << 20)
 """A GPU finishes an expert's weight in a millisecond, so what it has ahead must last as long as the
 disk may stall."""
-LAYERS_ON_GPU = Streams(2 << 30, 512 << 20)
-"""A batch of experts is read while the one before it is solved."""
+LAYERS_ON_GPU = Streams(3 << 29, 1 << 30)
+"""A batch of experts is read while the one before it is solved, and written while the next is."""
 LAYERS_ON_GPUS = Streams(2 << 30, 3 << 30)
 """What other GPUs have quantized comes at once, and is written while the layer goes on."""
 

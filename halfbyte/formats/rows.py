@@ -226,6 +226,7 @@ def _page_locked(tensor: torch.Tensor) -> torch.Tensor:
 
     torch's own page-locked memory comes in powers of two: 13 GB would take 17.
     """
+    tensor.zero_()  # by many threads: the driver would ask for the pages with one
     runtime = torch.cuda.cudart()
     place = tensor.data_ptr()
     if int(runtime.cudaHostRegister(place, tensor.nbytes, 0)) == 0:

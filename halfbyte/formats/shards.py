@@ -6,6 +6,7 @@ as resident memory and a truncated file would kill the process instead of raisin
 
 from __future__ import annotations
 
+import math
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -144,8 +145,10 @@ class ShardReader:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         checks: Checks | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The logical weight, decoded in float32 and cast to `dtype`, on and by `device`.
+        """The logical weight, decoded in float32 and cast to `dtype`, on and by `device`; put into
+        `out` if that is given.
 
         Raises, or has `checks` raise when they are settled, `CheckpointError` for values that are
         not finite and for FP8 scales that are not positive, with the first such coordinate: both
@@ -175,6 +178,8 @@ class ShardReader:
             weight = dequantize_int4(codes, scales, dtype)
         else:
             weight = parts["weight"].to(dtype)
+        if out is not None:
+            weight = out.copy_(weight)
         now.add(next(iter(stored.parts.values())), weight)
         if checks is None:
             now.settle()
@@ -223,7 +228,11 @@ class Checks:
     """Checks of values that were read. Settled together they wait for a GPU only once."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[torch.Tensor, TensorInfo, torch.Tensor, Sign, int]] = []
+        self._waiting: list[tuple[TensorInfo, torch.Tensor, Sign, int]] = []
+        self._extremes: list[torch.Tensor] = []
+        """Smallest and largest of each: they carry NaN and infinity, and need no memory of the size
+        of the tensor."""
+        self._without_zero: list[torch.Tensor] = []
 
     def add(
         self, info: TensorInfo, values: torch.Tensor, sign: Sign = "any", *, first_row: int = 0
@@ -232,25 +241,25 @@ class Checks:
         or at least not zero where asked."""
         if not values.numel():
             return
-        # The extremes carry NaN and infinity, and need no memory of the size of the tensor.
-        extremes = torch.stack(values.aminmax())
-        sound = torch.isfinite(extremes).all()
-        if sign == "positive":
-            sound = sound & (extremes[0] > 0)
-        elif sign == "nonzero":
-            sound = sound & values.all()
-        self._waiting.append((sound, info, values, sign, first_row))
+        self._extremes += values.aminmax()
+        if sign == "nonzero":
+            self._without_zero.append(values.all())
+        self._waiting.append((info, values, sign, first_row))
 
     def settle(self) -> None:
         """Raise CheckpointError for the first values that are not as required."""
-        waiting, self._waiting = self._waiting, []
+        waiting, extremes, without_zero = self._waiting, self._extremes, self._without_zero
+        self._waiting, self._extremes, self._without_zero = [], [], []
         if not waiting:
             return
-        for sound, check in zip(
-            torch.stack([c[0] for c in waiting]).tolist(), waiting, strict=True
-        ):
-            if not sound:
-                raise _damage(*check[1:])
+        found = torch.stack([*extremes, *without_zero]).tolist()
+        whole = iter(found[len(extremes) :])
+        for check, low, high in zip(waiting, found[0::2], found[1::2], strict=False):
+            sign = check[2]
+            sound = math.isfinite(low) and math.isfinite(high)
+            sound = sound and (sign != "positive" or low > 0)
+            if not (sound and (sign != "nonzero" or next(whole))):
+                raise _damage(*check)
 
 
 def _damage(info: TensorInfo, values: torch.Tensor, sign: Sign, first_row: int) -> CheckpointError:

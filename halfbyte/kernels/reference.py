@@ -40,6 +40,54 @@ def dequantize_int4(
     return (grouped * scales.to(torch.float32)[:, :, None]).view(rows, columns).to(dtype)
 
 
+def nearest_codes(
+    weights: torch.Tensor, scales: torch.Tensor, code_min: int, code_max: int
+) -> torch.Tensor:
+    """Codes int8 [..., N, K] that `weights` float32 [..., N, K] are nearest to with `scales`
+    [..., N, groups]: half goes to even, what lies beyond the range is clipped to it."""
+    if weights.is_cuda:
+        from halfbyte.kernels import codes as gpu
+
+        return gpu.nearest_codes(weights, scales, code_min, code_max)
+    grouped = weights.unflatten(-1, (scales.shape[-1], -1))
+    codes: torch.Tensor = (grouped / scales.float().unsqueeze(-1)).round_()
+    return codes.clamp_(code_min, code_max).to(torch.int8).flatten(-2)
+
+
+def rounding_errors(
+    weights: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
+) -> torch.Tensor:
+    """`weights` float32 [..., N, K] less what `codes` int8 [..., N, K] and `scales`
+    [..., N, groups] stand for, float32."""
+    if weights.is_cuda:
+        from halfbyte.kernels import codes as gpu
+
+        return gpu.rounding_errors(weights, codes, scales)
+    made = dequantize_int4(codes.flatten(0, -2), scales.flatten(0, -2)).view_as(weights)
+    return torch.sub(weights, made, out=made)
+
+
+def squared_sums(rows: torch.Tensor) -> torch.Tensor:
+    """Sum of squares of each row of [..., K] float32, float64 [...]: squares as float32 holds them,
+    summed in float64."""
+    if rows.is_cuda:
+        from halfbyte.kernels import codes as gpu
+
+        return gpu.squared_sums(rows)
+    return rows.square().sum(-1, dtype=torch.float64)
+
+
+def silu_gated(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, [n, I], for `gate_up` [n, 2 I], gate first. Both steps are rounded to the
+    dtype, as in a model of two operations."""
+    if gate_up.is_cuda:
+        from halfbyte.kernels.tokens import gated
+
+        return gated(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate).mul_(up)
+
+
 def decode_int4(
     packed: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Weighted rows added to some rows of a matrix, in one pass on the GPU."""
+"""What experts do to tokens beside matrix products, in one pass each on the GPU."""
 
 from __future__ import annotations
 
@@ -28,3 +28,28 @@ def _add_weighted(total, rows, values, weight, width, BLOCK: tl.constexpr):  # t
     before = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     after = before + added * tl.load(weight + item)
     tl.store(place, after.to(total.dtype.element_ty), mask=inside)
+
+
+def gated(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `halfbyte.kernels.reference.silu_gated`."""
+    count, width = gate_up.shape[0], gate_up.shape[1] // 2
+    product = torch.empty(count, width, dtype=gate_up.dtype, device=gate_up.device)
+    if count:
+        _gated[(count, triton.cdiv(width, 1024))](
+            gate_up.contiguous(), product, width, BLOCK=1024, num_warps=4
+        )
+    return product
+
+
+@triton.jit
+def _gated(gate_up, product, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    item = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    place = gate_up + item * 2 * width + column
+    gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(place + width, mask=inside, other=0.0).to(tl.float32)
+    opened = tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(product.dtype.element_ty).to(tl.float32)
+    tl.store(
+        product + item * width + column, (opened * up).to(product.dtype.element_ty), mask=inside
+    )

@@ -29,7 +29,7 @@ import torch
 from halfbyte.calibration.limits import GRID, READERS_IN_SEARCH
 from halfbyte.core import Scheme
 from halfbyte.errors import CalibrationError
-from halfbyte.kernels.reference import dequantize_int4
+from halfbyte.kernels.reference import rounding_errors
 from halfbyte.quantize.rtn import round_to_nearest
 from halfbyte.quantize.scales import group_scales
 
@@ -118,7 +118,7 @@ def output_error(reader: Reader, scales: torch.Tensor) -> torch.Tensor:
     code with the scale of its largest weight."""
     scaled = reader.weight * scales
     steps = group_scales(scaled[None], reader.scheme, "minmax")[0]
-    error = scaled - dequantize_int4(round_to_nearest(scaled, steps, reader.scheme), steps)
+    error = rounding_errors(scaled, round_to_nearest(scaled, steps, reader.scheme), steps)
     error /= scales  # E' S⁻¹ costs with H what E' costs with H'
     costs: torch.Tensor
     if reader.cost.dim() == 1:

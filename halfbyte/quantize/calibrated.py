@@ -48,12 +48,12 @@ from halfbyte.formats.checkpoint import read_header
 from halfbyte.formats.files import file_sha256
 from halfbyte.formats.rows import InMemory, OnDisk, Rows
 from halfbyte.formats.shards import TORCH_DTYPES
-from halfbyte.quantize.experts import Emit, ExpertQuantizer
+from halfbyte.quantize.experts import Emit, LayerExperts
 from halfbyte.quantize.feedback import RowFeedback, logit_metric, row_feedback
 from halfbyte.quantize.phases import Phases
 from halfbyte.quantize.readers import ScalableInput, scalable_inputs
 from halfbyte.quantize.smoothing import ScaleSearch, Smoothing
-from halfbyte.quantize.solver import collected, report_of, solve
+from halfbyte.quantize.solver import Collected, report_of, solve
 from halfbyte.ranks import Ranks
 
 EXCHANGED_BYTES = 1 << 28
@@ -83,7 +83,7 @@ class LayerQuantizer:
     """int64 [sequences, length]."""
     placement: Placement
     state: State | None = None
-    """Input of the next layer; None before the embedding."""
+    """Input of the next layer."""
     phases: Phases = field(default_factory=Phases)
     feedback: RowFeedback | None = None
     """Among the rows of what writes into the residual stream."""
@@ -102,7 +102,10 @@ class LayerQuantizer:
         )
 
     def prepare(self) -> None:
-        """Read what is needed of other layers, out of the order in which they are read ahead."""
+        """Make the state before the first layer, unless one was taken up, and read what is needed
+        of other layers, out of the order in which they are read ahead."""
+        if self.state is None:
+            self.state = self.runner.embed(self.tokens[self._own])
         if self.settings.feeds_back:
             norm = self.runner.read(self.runner.architecture.prefix + "model.norm.weight")
             self.feedback = row_feedback(logit_metric(self.runner.head(), norm, self.tokens))
@@ -114,25 +117,27 @@ class LayerQuantizer:
         Raises CalibrationError when an activation is not finite.
         """
         assert unit.index is not None
+        assert self.state is not None
         assert self.feedback is not None or not self.settings.feeds_back
-        if self.state is None:
-            self.state = self.runner.embed(self.tokens[self._own])
         depth = unit.index - self.runner.architecture.layers
         if depth >= 0:
             tokens = self.tokens[self._own]
             self.state = mtp_input(self.runner, unit.index, self.state, tokens, depth)
         planned = {t.module: t for t in unit.tensors if t.action == "quantize"}
         search = self._scale_search(unit, planned)
-        layer = self.runner.load_layer(unit.index)
+        with self.phases("read"):
+            layer = self.runner.load_layer(unit.index)
         reports = self._plain_linears(unit, layer, search, emit)
         with self.phases("attention and router"):
             routing = self.runner.forward(layer, self.state)
         del layer
         if routing is not None:
-            routing = self._everywhere(routing)
+            with self.phases("exchange inputs"):
+                routing = self._everywhere(routing)
             reports += self._experts(unit.index, routing, search, emit)
         del routing
-        check_finite(self.state.hidden, unit.name)
+        with self.phases("check"):
+            check_finite(self.state.hidden, unit.name)
         # Not in the order of solving, which follows how many experts are solved at once.
         place = {tensor.module: number for number, tensor in enumerate(unit.tensors)}
         reports.sort(key=lambda report: place[report.name])
@@ -245,10 +250,13 @@ class LayerQuantizer:
             plan = planned[module]
             weight = smoothing.apply(plan.name, self.runner.read(plan.name, torch.float32))
             stats = by_module.get(module)
-            known, _ = collected(1, [_scaled(stats, module, smoothing)])
+            collected = Collected(1)
+            collected.add(_scaled(stats, module, smoothing))
             assert plan.scheme is not None
             feedback = self.feedback if module.endswith(RESIDUAL_WRITERS) else None
-            solved = solve(weight[None], plan.scheme, known, self.settings, feedback=feedback)
+            solved = solve(
+                weight[None], plan.scheme, collected.inputs(), self.settings, feedback=feedback
+            )
             linear = solved.linears[0][0]
             emit(plan, int4.pack(linear.codes), linear.scales)
             reports.append(report_of(plan, linear, stats))
@@ -262,12 +270,21 @@ class LayerQuantizer:
     ) -> list[LinearReport]:
         """Quantize the routed experts of a layer, then send the tokens through them."""
         assert self.state is not None
-        quantizer = ExpertQuantizer(
-            self.runner, self.settings, self.placement, self.feedback, self.phases, self.ranks
+        experts = LayerExperts(
+            index,
+            routing,
+            search,
+            emit,
+            self.runner,
+            self.settings,
+            self.placement,
+            self.feedback,
+            self.phases,
+            self.ranks,
         )
-        reports, experts = quantizer.quantize(index, routing, search, emit)
+        reports = experts.quantize()
         with self.phases("experts forward"):
-            quantizer.add_outputs(self.state, self._own.start, routing, experts)
+            experts.add_outputs(self.state, self._own.start)
         return reports
 
 

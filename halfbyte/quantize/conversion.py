@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ from halfbyte.core import LinearReport, QuantizedWeight, Settings, TensorPlan, U
 from halfbyte.formats import int4
 from halfbyte.formats.shards import TORCH_DTYPES, Checks, Request, ShardReader, row_slices
 from halfbyte.formats.writer import CheckpointWriter
+from halfbyte.quantize.experts import EXPERT_STACKS, solving_order
 from halfbyte.quantize.memory import BATCH_ELEMENTS
 from halfbyte.quantize.smoothing import Smoothing
 from halfbyte.quantize.solver import report_of, solve
@@ -52,24 +54,39 @@ def convert(
 def read_order(
     units: Iterable[Unit],
     *,
-    calibrated: bool,
+    experts_at_once: int | None = None,
     ranks: Ranks = Ranks(),  # noqa: B008
 ) -> Iterator[Request]:
-    """What a rank of a run over these units will read, in that order or nearly so."""
+    """What a rank of a run over these units will read, in that order or nearly so.
+
+    `experts_at_once` are the routed experts that a calibrated run solves as one batch.
+    """
     for unit in units:
-        if not calibrated or unit.kind not in ("layer", "mtp"):
+        if experts_at_once is None or unit.kind not in ("layer", "mtp"):
             yield from _conversion_requests(unit.tensors)
             continue
         # First the plain weights of the layer, then those of them that are quantized once more,
         # then the experts, and at last what is only converted.
-        experts = [t for t in unit.tensors if is_routed_expert(t.module)]
-        share = ranks.shares(len(experts))[ranks.rank]
-        experts = experts[share.start : share.stop]
+        experts = _experts_as_solved(unit, experts_at_once, ranks)
         plain = [t for t in unit.tensors if not is_routed_expert(t.module)]
         for tensor in (*plain, *(t for t in plain if t.action == "quantize"), *experts):
             yield from map(Request, tensor.source.parts.values())
         if ranks.first:
             yield from _conversion_requests([t for t in unit.tensors if t.action != "quantize"])
+
+
+def _experts_as_solved(unit: Unit, at_once: int, ranks: Ranks) -> Iterator[TensorPlan]:
+    """The linears of a rank's routed experts of a layer, as `LayerExperts` asks for them."""
+    linears: dict[int, dict[str, TensorPlan]] = defaultdict(dict)
+    for tensor in unit.tensors:
+        if is_routed_expert(tensor.module):
+            owner, _, leaf = tensor.module.rpartition(".")
+            linears[int(owner.rpartition(".")[2])][leaf] = tensor
+    experts = [linears[number] for number in sorted(linears)]
+    for chunks in solving_order(ranks.shares(len(experts))[ranks.rank], at_once):
+        for leaves in EXPERT_STACKS.values():
+            for expert in itertools.chain(*chunks):
+                yield from (experts[expert][leaf] for leaf in leaves if leaf in experts[expert])
 
 
 def _conversion_requests(tensors: Iterable[TensorPlan]) -> Iterator[Request]:

@@ -40,11 +40,14 @@ TORCH = {"cpu": 250_000_000, "cuda": 1_750_000_000}
 driver; measured, torch 2.13 and 2.11 on x86-64."""
 TRANSFORMERS = 340_000_000
 """What transformers' modules and a tokenizer add."""
-EXPERTS_IN_WORK = {"cpu": 1 << 30, "cuda": 26 << 30}
+EXPERTS_IN_WORK = {"cpu": 1 << 30, "cuda": 24 << 30}
 """Working memory for experts that are solved together; one expert may need more."""
+DOWN_CHUNKS = 3
+"""Batches of experts, gate and up solved, that wait until their down projections are solved
+together: a block of these has few rows, which leaves a GPU badly busy."""
 BATCH_ELEMENTS = {"cpu": 0, "cuda": 1 << 27}
 """Elements of linears that are rounded together; one linear may have more."""
-ALLOCATOR = 1.2
+ALLOCATOR = {"cpu": 1.2, "cuda": 1.1}
 """What the allocator keeps beyond what is asked for."""
 PLACES: Mapping[str, Sequence[Sequence[tuple[Place, Place, bool]]]] = {
     "cpu": (
@@ -180,18 +183,20 @@ def estimate_memory(
             "quantized experts": 0 if placement.experts_on_host else own_waiting,
             "tokens that all experts see": sample,
             "experts in work": placement.experts_at_once * _expert_bytes(model),
-            "activations of an expert": _expert_activations(
-                settings, model, copies=[placement.states, placement.inputs]
-            ),
+            "activations of an expert": _measured_activations(settings, model),
             "row feedback": feedback,
         }
         waits = 0 if placement.experts_on_host else exchanged(waiting, own_waiting)
         passing = experts | {"quantized experts": waits}
+        passing["activations of an expert"] = _passing_activations(
+            settings, model, copies=[placement.states, placement.inputs]
+        )
         del passing["experts in work"], passing["tokens that all experts see"]
         phase = max(forward, exchange, experts, passing, key=lambda phase: sum(phase.values()))
         kept = {"hidden states", "experts' input", "quantized experts"} if on_gpu else set()
+        allocator = ALLOCATOR["cuda" if on_gpu else "cpu"]
         phase = {
-            name: size if name in kept else int(ALLOCATOR * size) for name, size in phase.items()
+            name: size if name in kept else int(allocator * size) for name, size in phase.items()
         }
         if not on_gpu:
             # A tensor is converted after the layer's phases, beside the hidden states only.
@@ -209,7 +214,7 @@ def estimate_memory(
         gpu = sum(phase.values())
         return MemoryEstimate(sum(on_host.values()), gpu, on_host | phase, placement, ranks)
 
-    most = min(_experts_at_once(model, settings.device), own_experts)
+    most = _experts_at_once(model, settings.device, own_experts)
     of_layers = LAYERS_ON_GPU if ranks == 1 else LAYERS_ON_GPUS
     return _within(
         budget,
@@ -252,11 +257,11 @@ def _within(budget: MemoryBudget, estimates: Iterable[MemoryEstimate]) -> Memory
     )
 
 
-def _experts_at_once(model: Mapping[str, Any], device: str) -> int:
-    """Routed experts of a layer that are solved as one batch when memory allows."""
-    working_set = EXPERTS_IN_WORK[device.partition(":")[0]]
-    experts = config_count(model, "n_routed_experts")
-    return max(1, min(experts, working_set // _expert_bytes(model)))
+def _experts_at_once(model: Mapping[str, Any], device: str, own_experts: int) -> int:
+    """Routed experts of a layer that are solved as one batch when memory allows: all batches of
+    those that a rank has are of that size, or one less."""
+    most = max(1, EXPERTS_IN_WORK[device.partition(":")[0]] // _expert_bytes(model))
+    return math.ceil(own_experts / math.ceil(own_experts / most))
 
 
 def _own_sequences(settings: Settings, ranks: int) -> int:
@@ -322,10 +327,14 @@ def _hessians(layer: Sequence[TensorPlan]) -> int:
 
 
 def _expert_bytes(model: Mapping[str, Any]) -> int:
-    """Float32: the weights, being solved and their errors; the Hessian of gate and up, its half in
-    BF16 and its factor."""
+    """Of one of the experts that are solved together: while its gate and up are, their Hessian and
+    its factor, their weights and errors in float32, and what down reads; or its share of the down
+    projections, with their errors and those of plain rounding."""
     hidden, inner = config_count(model, "hidden_size"), config_count(model, "moe_intermediate_size")
-    return max(1, 4 * (9 * hidden * inner + 5 * hidden * hidden // 2))
+    moment = 4 * inner * inner
+    gate_up = 8 * hidden * hidden + 22 * hidden * inner + DOWN_CHUNKS * moment
+    down = DOWN_CHUNKS * (14 * hidden * inner + moment)
+    return max(1, gate_up, down)
 
 
 def _quantized_experts(model: Mapping[str, Any]) -> int:
@@ -340,22 +349,27 @@ def _routing(settings: Settings, model: Mapping[str, Any]) -> int:
     return _tokens(settings) * (20 * config_count(model, "num_experts_per_tok") + 16)
 
 
-def _expert_activations(
+def _measured_activations(settings: Settings, model: Mapping[str, Any]) -> int:
+    """Of a slice of one expert's tokens: their hidden states as gathered, gate and up, and the
+    input of its down projection."""
+    hidden, inner = config_count(model, "hidden_size"), config_count(model, "moe_intermediate_size")
+    tokens = min(_tokens(settings), MOMENT_TOKENS[settings.device.partition(":")[0]])
+    return tokens * (hidden + 3 * inner) * _element_bytes(settings)
+
+
+def _passing_activations(
     settings: Settings, model: Mapping[str, Any], *, copies: Sequence[Place]
 ) -> int:
-    """Of a slice of one expert's tokens: their hidden states as gathered, gate and up, and the
-    input of its down projection; or of the tokens that go through the experts together. `copies`
-    says where their hidden states and inputs lie, which are copied from anywhere but the device."""
-    kind = settings.device.partition(":")[0]
+    """Of an expert when tokens go through all of them together. `copies` says where their hidden
+    states and inputs lie, which are copied from anywhere but the device."""
     hidden, inner = config_count(model, "hidden_size"), config_count(model, "moe_intermediate_size")
-    measured = min(_tokens(settings), MOMENT_TOKENS[kind]) * (hidden + 3 * inner)
     together = min(_tokens(settings), EXPERT_TOKENS)
     share = together * config_count(model, "num_experts_per_tok")
     share //= max(1, config_count(model, "n_routed_experts"))
     # A hot expert gets three times its share.
     passing = min(together, 3 * share) * (2 * hidden + 3 * inner)
     passing += sum(place != "device" for place in copies) * together * hidden
-    return max(measured, passing) * _element_bytes(settings)
+    return passing * _element_bytes(settings)
 
 
 def _activations(settings: Settings, model: Mapping[str, Any]) -> int:

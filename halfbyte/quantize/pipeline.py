@@ -16,7 +16,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -93,9 +93,10 @@ def run(
             if layers is not None and earlier.state is not None:
                 layers.load(writer.work / earlier.state["file"], earlier.state["sha256"])
             units = earlier.left(share)
-            if layers is not None and units:
+            if layers is not None and earlier.left(_calibrated(plan)):
                 layers.prepare()
-            order = read_order(units, calibrated=layers is not None, ranks=ranks)
+            at_once = None if layers is None else plan.memory.placement.experts_at_once
+            order = read_order(units, experts_at_once=at_once, ranks=ranks)
             with reader.read_ahead(order, plan.settings.device, ahead):
                 _work(plan, units, reader, writer, layers, progress)
             peaks = ranks.everyone(peak_host_bytes())  # when all have written their shares
@@ -131,7 +132,8 @@ def follow(
             units = earlier.left(_calibrated(plan))
             if units:
                 layers.prepare()
-            order = read_order(units, calibrated=True, ranks=ranks)
+            at_once = plan.memory.placement.experts_at_once
+            order = read_order(units, experts_at_once=at_once, ranks=ranks)
             with reader.read_ahead(order, plan.settings.device, ahead):
                 for unit in units:
                     layers.run(unit, lambda *_: None)
@@ -141,7 +143,7 @@ def follow(
             share, identity = shares(plan, ranks.count)[ranks.rank], run_identity(plan)
             with CheckpointWriter(output, plan, identity, share, joins=True) as writer:
                 units = earlier.left(share)
-                order = read_order(units, calibrated=False)
+                order = read_order(units)
                 with reader.read_ahead(order, plan.settings.device, ahead):
                     _work(plan, units, reader, writer, None, SilentProgress())
         ranks.everyone(peak_host_bytes())
@@ -299,6 +301,7 @@ def _work(
     sizes = [sum(t.source.nbytes for t in unit.tensors) for unit in units]
     progress.start("quantize", sum(sizes), "bytes")
     calibrated = _calibrated(plan)
+    phases = Phases() if layers is None else layers.phases
     hold = False
     for unit, size in zip(units, sizes, strict=True):
         reports: list[LinearReport] = []
@@ -313,7 +316,8 @@ def _work(
                 writer.save(f"state-{place}.safetensors", layers.tensors())
             hold = more and not saves
             rest = tuple(t for t in rest if t.action != "quantize")
-        reports += convert(rest, plan.settings, reader, writer, smoothing)
+        with phases("rest of the layer") if unit in calibrated else nullcontext():
+            reports += convert(rest, plan.settings, reader, writer, smoothing)
         record = {
             "linears": [asdict(report) for report in reports],
             "scaled": [asdict(scaled) for scaled in smoothing.report()],

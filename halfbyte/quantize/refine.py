@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from halfbyte.core import Scheme
-from halfbyte.kernels.reference import dequantize_int4
+from halfbyte.kernels.reference import rounding_errors
 
 _SCALED_GROUP = 128
 """Columns of the largest group whose scale is refined; the codes of larger ones are."""
@@ -37,8 +37,7 @@ def refine(
     batch, rows, columns = weights.shape
     count = hessians.shape[0]
     groups = scales.shape[-1]
-    errors = weights - dequantize_int4(codes.flatten(0, 1), scales.flatten(0, 1)).view_as(weights)
-    errors = errors.reshape(count, -1, columns)
+    errors = rounding_errors(weights, codes, scales).reshape(count, -1, columns)
     codes = codes.reshape(count, -1, columns).clone()
     scales = scales.reshape(count, -1, groups).clone()
     # The kernel takes columns, and groups, by 32.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from halfbyte.core import Scheme
+from halfbyte.kernels.reference import nearest_codes
 
 
 def round_to_nearest(weights: torch.Tensor, scales: torch.Tensor, scheme: Scheme) -> torch.Tensor:
@@ -12,7 +13,4 @@ def round_to_nearest(weights: torch.Tensor, scales: torch.Tensor, scheme: Scheme
 
     Half goes to even, as in compressed-tensors; what lies beyond the code range is clipped to it.
     """
-    grouped = weights.unflatten(-1, (scales.shape[-1], -1))
-    codes: torch.Tensor = (grouped / scales.float().unsqueeze(-1)).round_()
-    codes = codes.clamp_(scheme.code_min, scheme.code_max)
-    return codes.to(torch.int8).flatten(-2)
+    return nearest_codes(weights, scales, scheme.code_min, scheme.code_max)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +15,7 @@ from halfbyte.core import (
     Settings,
     TensorPlan,
 )
-from halfbyte.kernels.reference import dequantize_int4
+from halfbyte.kernels.reference import dequantize_int4, rounding_errors, squared_sums
 from halfbyte.quantize import llmcompressor
 from halfbyte.quantize.feedback import RowFeedback
 from halfbyte.quantize.gptq import (
@@ -122,8 +122,8 @@ def solve(
                 codes[item], scales[item] = rounded[item], plain[item]
         del factor
         fallbacks = list(steps) * (batch // len(steps))
-    errors = _errors(weights, codes, scales)
-    rounding = errors if codes is rounded else _errors(weights, rounded, plain)
+    errors = rounding_errors(weights, codes, scales)
+    rounding = errors if codes is rounded else rounding_errors(weights, rounded, plain)
     energy, error, rtn_error = (
         _by_part(_energy(rows, inputs), parts) for rows in (weights, errors, rounding)
     )
@@ -133,9 +133,7 @@ def solve(
         codes[item, rows], scales[item, rows] = rounded[item, rows], plain[item, rows]
         errors[item, rows] = rounding[item, rows]
     error = torch.where(worse, rtn_error, error)
-    off, square = (
-        _by_part(rows.square().sum(-1, dtype=torch.float64), parts) for rows in (errors, weights)
-    )
+    off, square = (_by_part(squared_sums(rows), parts) for rows in (errors, weights))
     # A linear whose output is always zero cannot be wrong by much either.
     shares = [part / whole.where(whole > 0, torch.inf) for part, whole in
               ((error, energy), (rtn_error, energy), (off, square))]  # fmt: skip
@@ -213,33 +211,40 @@ def _by_blocks(
             target, own, found, inputs.hessians, factor.damping, scheme, settings.refine
         )
         codes[:, block], scales[:, block] = own, found
-        errors[:, block] = _errors(weights[:, block], own, found).to(errors.dtype)
+        errors[:, block] = rounding_errors(weights[:, block], own, found).to(errors.dtype)
     return codes, scales
 
 
-def collected(
-    count: int, stats: Iterable[InputStats | None]
-) -> tuple[Inputs | None, list[InputStats | None]]:
-    """Statistics of `count` inputs as one batch, and without the matrices, for the report.
+class Collected:
+    """Statistics of the inputs of a batch of weights, as they come.
 
-    Each Hessian goes to its place in the batch as soon as it is made, so that none exists twice.
+    Each Hessian goes to its place in the batch at once, so that none exists twice.
     """
-    hessians: torch.Tensor | None = None
-    held_out: list[torch.Tensor] = []
-    notes: list[InputStats | None] = []
-    for item, own in enumerate(stats):
-        if own is None:
-            notes.append(None)
-            continue
-        if hessians is None:
-            hessians = own.hessian.new_empty(count, *own.hessian.shape)
-        hessians[item] = own.hessian
-        if own.held_out is not None:
-            held_out.append(own.held_out)
-        notes.append(replace(own, hessian=own.hessian.new_empty(0), held_out=None))
-    if hessians is None:
-        return None, notes
-    return Inputs(hessians, held_out or None), notes
+
+    def __init__(self, count: int) -> None:
+        self.notes: list[InputStats | None] = []
+        """Without the matrices, for the report."""
+        self._count = count
+        self._hessians: torch.Tensor | None = None
+        self._held_out: list[torch.Tensor] = []
+
+    def add(self, stats: InputStats | None) -> None:
+        """Of the next weight; None when no token was seen, which is then so for all of them."""
+        if stats is None:
+            self.notes.append(None)
+            return
+        if self._hessians is None:
+            self._hessians = stats.hessian.new_empty(self._count, *stats.hessian.shape)
+        self._hessians[len(self.notes)] = stats.hessian
+        if stats.held_out is not None:
+            self._held_out.append(stats.held_out)
+        self.notes.append(replace(stats, hessian=stats.hessian.new_empty(0), held_out=None))
+
+    def inputs(self) -> Inputs | None:
+        """What `solve` needs to know of them."""
+        if self._hessians is None:
+            return None
+        return Inputs(self._hessians, self._held_out or None)
 
 
 def report_of(
@@ -263,16 +268,11 @@ def _digits(number: float) -> float:
     return float(f"{number:.9g}")
 
 
-def _errors(weights: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    made = dequantize_int4(codes.flatten(0, 1), scales.flatten(0, 1)).view_as(weights)
-    return torch.sub(weights, made, out=made)
-
-
 def _energy(rows: torch.Tensor, inputs: Inputs | None) -> torch.Tensor:
     """Squared output of each row of [B, N, K], float64 [B, N]: summed over the held-out inputs, or
     else x H xᵀ, or without any inputs |x|²."""
     if inputs is None:
-        return rows.square().sum(-1, dtype=torch.float64)
+        return squared_sums(rows)
     energy = torch.empty(rows.shape[:2], dtype=torch.float64, device=rows.device)
     # One by one: a library may add up a batch of products in another order than a single one.
     for item, row in enumerate(rows):

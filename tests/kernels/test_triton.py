@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from halfbyte.core import Scheme
-from halfbyte.kernels.reference import add_rows, dequantize_int4, pack_int4
+from halfbyte.kernels.reference import add_rows, dequantize_fp8, dequantize_int4, pack_int4
 from halfbyte.quantize.scales import divisors_of, group_scales
 from halfbyte.testing.numeric import first_difference, relative_error
 
@@ -163,7 +163,9 @@ def test_the_gradient_of_refinement_is_errors_times_damped_hessian(
 
 
 @pytest.mark.parametrize("dtype", OUTPUTS)
-@pytest.mark.parametrize(("rows", "columns", "groups"), [(3, 64, 2), (70, 136, 1), (1, 8, 1)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "groups"), [(3, 64, 2), (70, 136, 1), (1, 8, 1), (5, 48, 4)]
+)
 def test_decoding_is_that_of_the_reference(
     rows: int, columns: int, groups: int, dtype: torch.dtype
 ) -> None:
@@ -174,6 +176,69 @@ def test_decoding_is_that_of_the_reference(
     scales = random(rows, groups).bfloat16()
     found = decode_packed(pack_int4(codes).to(DEVICE), scales.to(DEVICE), dtype)
     assert first_difference(found.cpu(), dequantize_int4(codes, scales, dtype)) is None
+
+
+@pytest.mark.parametrize("dtype", OUTPUTS)
+@pytest.mark.parametrize(
+    ("shape", "block"),
+    [((130, 200), (128, 128)), ((3, 1030), (128, 128)), ((12, 40), (1, 40)), ((30, 50), (7, 16))],
+)
+def test_fp8_is_decoded_as_the_reference_does(
+    shape: tuple[int, int], block: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Every byte but NaN, which stays one."""
+    from halfbyte.kernels.decode import decode_fp8
+
+    (rows, columns), (height, width) = shape, block
+    stored = (torch.arange(rows * columns) % 256).to(torch.uint8).view(shape)
+    weight = stored.view(torch.float8_e4m3fn)
+    scale = random(-(-rows // height), -(-columns // width)).abs() + 0.01
+    found = decode_fp8(weight.to(DEVICE), scale.to(DEVICE), block, dtype).cpu()
+    expected = dequantize_fp8(weight, scale, block, dtype)
+    missing = (stored & 127) == 127
+    assert bool(found[missing].isnan().all())
+    assert first_difference(found[~missing], expected[~missing]) is None
+
+
+def test_codes_and_errors_are_those_of_the_reference() -> None:
+    """Ties, values beyond the range and negative scales among them."""
+    from halfbyte.kernels import codes as kernels
+
+    scales = random(2, 5, 3).bfloat16()
+    weights = 20 * random(2, 5, 96, seed=1) * scales.float().repeat_interleave(32, dim=2)
+    weights[0, :, :32] = (torch.arange(32) / 2 - 8) * scales[0, :, :1].float()
+    found = kernels.nearest_codes(weights.to(DEVICE), scales.to(DEVICE), -8, 7)
+    grouped = weights.double().view(2, 5, 3, 32) / scales.double()[..., None]
+    expected = grouped.round().clamp(-8, 7).view_as(weights).to(torch.int8)
+    assert first_difference(found.cpu(), expected) is None
+    errors = kernels.rounding_errors(weights.to(DEVICE), found, scales.to(DEVICE))
+    made = expected.double().view(2, 5, 3, 32) * scales.double()[..., None]
+    # The difference of two float32 values, rounded once.
+    difference = (weights.double() - made.view_as(weights)).float()
+    assert first_difference(errors.cpu(), difference) is None
+
+
+def test_squared_sums_are_those_of_float64() -> None:
+    from halfbyte.kernels.codes import squared_sums
+
+    rows = random(2, 3, 2100) * 1e-3
+    found = squared_sums(rows.to(DEVICE)).cpu()
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, rows.double().square().sum(-1), rtol=1e-8, atol=0)
+    assert squared_sums(rows[:, :0].to(DEVICE)).shape == (2, 0)
+
+
+@pytest.mark.parametrize("dtype", OUTPUTS)
+def test_gated_activation_is_silu_times_up(dtype: torch.dtype) -> None:
+    from halfbyte.kernels.tokens import gated
+
+    gate_up = 4 * random(3, 2 * 1100).to(dtype)
+    gate_up[0, :4] = torch.tensor([0.0, 100.0, -100.0, -1.0])
+    found = gated(gate_up.to(DEVICE)).cpu()
+    gate, up = gate_up.double().chunk(2, dim=1)
+    opened = (gate / (1 + (-gate).exp())).to(dtype).double()
+    assert relative_error(found, opened * up) < (3e-3 if dtype == torch.bfloat16 else 3e-7)
+    assert gated(gate_up[:0].to(DEVICE)).shape == (0, 1100)
 
 
 @pytest.mark.parametrize("dtype", OUTPUTS)
