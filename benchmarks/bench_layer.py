@@ -1,14 +1,16 @@
-"""One MoE layer of GLM-5.2 at full size through the calibrated pipeline: each phase, peak memory.
+"""MoE layers of GLM-5.2 at full size through the calibrated pipeline: each phase, peak memory.
 
     python benchmarks/bench_layer.py FOLDER --device cuda
     torchrun --nproc-per-node 2 benchmarks/bench_layer.py FOLDER --device cuda
 
-writes a one-layer checkpoint of random weights into FOLDER (10 GB, once) and runs the whole of
+writes a checkpoint of random weights into FOLDER (10 GB a layer, once) and runs the whole of
 `quantize run` on it: attention and router forward, Hessians, solve, write, experts forward. The
-time of the layer is what it takes until its last tensor is handed to the writer, which is when the
-next layer would begin; the total ends with the last byte on the disk. A first run compiles the
-kernels and warms up; the second gives the times; in a third one the GPU comes to rest around every
-phase, to time it. Prints a table and one line of JSON.
+time of a layer is what it takes until its last tensor is handed to the writer, which is when the
+next one begins; with `--layers 2` the second also meets what the first left to write, and a run
+may store the state for `--resume` between them. The total ends with the last byte on the disk. A
+first run compiles the kernels and warms up; the second gives the times; in a third one the GPU
+comes to rest around every phase, to time it: these are of all layers. Prints a table and one line
+of JSON.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import json
 import platform
 import shutil
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,7 @@ def main() -> None:
     parser.add_argument("--method", default=Settings().method)
     parser.add_argument("--refine", type=int, default=Settings().refine)
     parser.add_argument("--experts", type=int, default=256, help="fewer for a quick look")
+    parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--output", type=Path, help="where to write [FOLDER/output]")
     parser.add_argument("--max-gpu-gib", type=float)
     parser.add_argument("--runs", default="warm-up,total,phases")
@@ -61,7 +65,8 @@ def main() -> None:
             of_ranks = (f"{phases.get(name, 0):8.3f}" for phases in result["phases by rank"])
             print(f"{name:24} {' '.join(of_ranks)} s")
         for name in arguments.runs.split(","):
-            print(f"{name + ', its layer':24} {result[f'{name} layer']:8.3f} s")
+            layers = " ".join(f"{seconds:8.3f}" for seconds in result[f"{name} layers"])
+            print(f"{name + ', its layers':24} {layers} s")
         if arguments.json:
             arguments.json.write_text(json.dumps(result))
         print(json.dumps(result))
@@ -69,9 +74,9 @@ def main() -> None:
 
 def bench(arguments: argparse.Namespace, device: str, ranks: Ranks) -> dict[str, Any]:
     """What this rank measured; the first one has all of it."""
-    source = arguments.folder / f"source-{arguments.experts}"
+    source = arguments.folder / f"source-{arguments.experts}-{arguments.layers}"
     if ranks.first and not (source / "config.json").exists():
-        write_layer(source, arguments.experts, device)
+        write_layers(source, arguments.experts, arguments.layers, device)
     ranks.everyone(None)  # the others wait for the checkpoint
     settings = Settings(
         samples=arguments.samples,
@@ -117,7 +122,9 @@ def bench(arguments: argparse.Namespace, device: str, ranks: Ranks) -> dict[str,
         seconds = ranks.everyone(phases.seconds)
         if phases.on:
             result["phases by rank"] = seconds
-        result[f"{name} layer"] = units.times[2] - units.times[1]
+        # Behind the embedding, until the head.
+        ends = units.times[1 : arguments.layers + 2]
+        result[f"{name} layers"] = [after - before for before, after in pairwise(ends)]
     gpu = 0 if device == "cpu" else torch.cuda.max_memory_allocated()
     result["peak_gpu_bytes"] = max(ranks.everyone(gpu))
     result["peak_host_bytes"] = max(ranks.everyone(pipeline.peak_host_bytes()))
@@ -143,14 +150,14 @@ class Units(SilentProgress):
         self.times.append(time.perf_counter())
 
 
-def write_layer(folder: Path, experts: int, device: str) -> None:
-    """A checkpoint of one sparse layer in GLM-5.2's shapes, random weights in block FP8."""
+def write_layers(folder: Path, experts: int, layers: int, device: str) -> None:
+    """A checkpoint of sparse layers in GLM-5.2's shapes, random weights in block FP8."""
     folder.mkdir(parents=True, exist_ok=True)
     config = glm52.glm52_config() | {
-        "num_hidden_layers": 1,
+        "num_hidden_layers": layers,
         "first_k_dense_replace": 0,
-        "mlp_layer_types": ["sparse"],
-        "indexer_types": ["full"],
+        "mlp_layer_types": ["sparse"] * layers,
+        "indexer_types": ["full"] * layers,
         "num_nextn_predict_layers": 0,
         "n_routed_experts": experts,
         "vocab_size": VOCABULARY,
@@ -170,7 +177,7 @@ def write_layer(folder: Path, experts: int, device: str) -> None:
         shard = {}
 
     total = 0
-    for name, dtype, rows in _tensors(experts):
+    for name, dtype, rows in _tensors(experts, layers):
         if name.endswith("_scale_inv"):
             continue
         values = torch.randn(rows, generator=generator, device=device)
@@ -191,14 +198,12 @@ def write_layer(folder: Path, experts: int, device: str) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def _tensors(experts: int) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Name, dtype and shape of every tensor: layer 3 of the real table as layer 0."""
+def _tensors(experts: int, layers: int) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Name, dtype and shape of every tensor: each layer is the real table's layer 6."""
     table = []
     for tensor in glm52.tensor_table():
         shape, name = tensor.shape, tensor.name
-        if name.startswith("model.layers.6."):
-            name = name.replace("model.layers.6.", "model.layers.0.")
-        elif name.startswith("model.layers."):
+        if name.startswith("model.layers.") and not name.startswith("model.layers.6."):
             continue
         if ".experts." in name and int(name.split(".experts.")[1].split(".")[0]) >= experts:
             continue
@@ -206,7 +211,10 @@ def _tensors(experts: int) -> list[tuple[str, str, tuple[int, ...]]]:
             shape = (experts, *shape[1:])
         if shape[0] == glm52.VOCABULARY:
             shape = (VOCABULARY, *shape[1:])
-        table.append((name, tensor.dtype, shape))
+        of_layers = name.startswith("model.layers.")
+        for layer in range(layers if of_layers else 1):
+            own = name.replace("model.layers.6.", f"model.layers.{layer}.")
+            table.append((own, tensor.dtype, shape))
     return table
 
 

@@ -15,10 +15,9 @@ from halfbyte.formats.rows import Rows
 class Dispatch:
     """Tokens sorted by the expert they go to, each expert's in ascending order."""
 
-    _slots: torch.Tensor
+    _rows: torch.Tensor
     _weight: torch.Tensor
     _offsets: list[int]
-    _top_k: int
 
     def tokens(self, expert: int) -> int:
         """How many tokens the router sends to this expert."""
@@ -26,14 +25,11 @@ class Dispatch:
 
     def rows(self, expert: int) -> torch.Tensor:
         """int64 [n]: the tokens of this expert, counted from the first of the range."""
-        return self._of(expert) // self._top_k
+        return self._rows[self._offsets[expert] : self._offsets[expert + 1]]
 
     def weight(self, expert: int) -> torch.Tensor:
         """float32 [n, 1]: router weights of those tokens."""
-        return self._weight[self._of(expert), None]
-
-    def _of(self, expert: int) -> torch.Tensor:
-        return self._slots[self._offsets[expert] : self._offsets[expert + 1]]
+        return self._weight[self._offsets[expert] : self._offsets[expert + 1]]
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,8 @@ class Routing:
         flat = index.reshape(-1)
         counts = torch.bincount(flat, minlength=experts)
         slots = torch.argsort(flat, stable=True)
-        return Dispatch(slots, weight.reshape(-1), [0, *counts.cumsum(0).tolist()], index.shape[1])
+        offsets = [0, *counts.cumsum(0).tolist()]
+        return Dispatch(slots // index.shape[1], weight.reshape(-1, 1)[slots], offsets)
 
 
 class ExpertsTakenOut(nn.Module):

@@ -7,6 +7,7 @@ import hashlib
 import os
 from concurrent.futures import Executor
 from pathlib import Path
+from threading import Lock
 
 CHUNK = 8 << 20
 WRITEBACK = 32 << 20
@@ -72,27 +73,46 @@ def write_at(descriptor: int, begin: int, data: memoryview) -> None:
 
 
 class PrefixHash:
-    """SHA-256 of a growing prefix of a file, each byte hashed once."""
+    """SHA-256 of a growing prefix of a file, each byte hashed once.
+
+    One thread writes, and has bytes hashed as they come (`feed`); where it wants to know a digest
+    it makes a `mark`. Bytes that came in another order are read again for that (`extend`), by any
+    thread, and until it is done the writer's are left for later.
+    """
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
+        self._lock = Lock()
+        self._marks = 0
         self.length = 0
 
     def feed(self, begin: int, data: memoryview) -> None:
         """Hash bytes that are about to be written, if they are the next ones."""
-        if begin == self.length:
+        if begin == self.length and not self._marks:
             self._hash.update(data)
             self.length += len(data)
 
+    def mark(self, end: int) -> str | None:
+        """The digest of the first `end` bytes, which are written, if they are hashed already;
+        otherwise somebody has to `extend` up to there, and to every mark in turn."""
+        with self._lock:
+            if self.length == end and not self._marks:
+                return self._hash.hexdigest()
+            self._marks += 1
+            return None
+
     def extend(self, descriptor: int, end: int) -> str:
-        """Hash the bytes from where we stand up to `end`; the digest of the whole prefix."""
+        """Hash the bytes from where we stand up to a mark; the digest of the whole prefix."""
         while self.length < end:
             chunk = os.pread(descriptor, min(CHUNK, end - self.length), self.length)
             if not chunk:
                 raise EOFError(f"file ends at byte {self.length}, {end} expected")
             self._hash.update(chunk)
             self.length += len(chunk)
-        return self._hash.hexdigest()
+        digest = self._hash.hexdigest()
+        with self._lock:
+            self._marks = max(0, self._marks - 1)
+        return digest
 
 
 class GrowingFile:
@@ -133,10 +153,15 @@ class GrowingFile:
         if hashed is not None:
             hashed.result()
 
-    def sync(self, end: int) -> str:
-        """Make the file durable; SHA-256 of its first `end` bytes, which must be written."""
+    def mark(self, end: int) -> str | None:
+        """What `sync` wants to know of the first `end` bytes, when just these are written."""
+        return self._prefix.mark(end)
+
+    def sync(self, end: int, marked: str | None) -> str:
+        """Make the file durable; SHA-256 of its first `end` bytes. More may be written meanwhile,
+        after the mark."""
         os.fsync(self._descriptor)
-        return self._prefix.extend(self._descriptor, end)
+        return marked or self._prefix.extend(self._descriptor, end)
 
     def close(self) -> None:
         os.close(self._descriptor)

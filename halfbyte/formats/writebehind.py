@@ -1,13 +1,13 @@
 """Tensors on their way to files: copied to the host, written, hashed, made durable.
 
-The caller goes on computing while bytes are copied and written. Everything happens in the order of
-the calls, on one thread, and no more than a budget of bytes is on its way; beyond that the caller
-waits.
+The caller goes on computing while bytes are copied and written, in the order of the calls, on one
+thread. Another makes files durable, which takes as long again, in the order of the calls, too. No
+more than a budget of bytes is on its way; beyond that the caller waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +24,12 @@ if TYPE_CHECKING:
     import torch
 
 
+HASHERS = 3
+"""Threads that hash: what is written, and two files that are made durable."""
+COMMITS = 1
+"""Tasks at most that make files durable while more is written."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """A file to be written: where, what it will look like, and the hash of its beginning."""
@@ -37,33 +43,39 @@ class WriteBehind:
     """Writes into the files of a folder with at most `budget` bytes on their way.
 
     What fails in the background is raised by the next call but `close`, an OSError as an
-    OutputError about the folder. `sync` and `release` are for tasks, which have the files.
+    OutputError about the folder. `sync`, `release` and `settle` are for tasks, which have the
+    files.
     """
 
     def __init__(self, folder: Path, budget: int) -> None:
         self._folder = folder
         self._files: dict[Path, GrowingFile] = {}
-        self._hasher = ThreadPoolExecutor(1, "hasher")
+        self._hasher = ThreadPoolExecutor(HASHERS, "hasher")
         self._background = Background("writer", budget)
+        self._committer = Background("committer", COMMITS)
 
     def put(
-        self, target: Target, place: int, tensor: torch.Tensor, *, borrowed: bool = False
+        self, target: Target, place: int, *tensors: torch.Tensor, borrowed: bool = False
     ) -> None:
-        """Have the bytes of a tensor written from byte `place` on.
+        """Have the bytes of tensors, one behind the other, written from byte `place` on.
 
-        The tensor may not change any more, unless it is `borrowed`, which copies it before this
+        They may not change any more, unless they are `borrowed`, which copies them before this
         returns or, on a GPU, before what is queued there next.
         """
-        for piece in _bytes_of(tensor).split(PIECE):
-            cost = page_locked(len(piece)) if piece.is_cuda else len(piece)
+        for pieces in _together([_bytes_of(tensor) for tensor in tensors]):
+            size = sum(map(len, pieces))
+            cost = page_locked(size) if any(piece.is_cuda for piece in pieces) else size
             self._background.reserve(cost)
-            data = _on_host(piece, copy=borrowed)
+            data = _on_host(pieces, copy=borrowed)
 
-            def write(data: Callable[[], memoryview] = data, place: int = place) -> None:
-                self._open(target).write(place, data())
+            def write(data: Callable[[], Sequence[memoryview]] = data, place: int = place) -> None:
+                file = self._open(target)
+                for part in data():
+                    file.write(place, part)
+                    place += len(part)
 
             self.submit(write, cost)
-            place += len(piece)
+            place += size
 
     def submit(self, task: Callable[[], None], reserved: int = 0) -> None:
         """Append a task to what is done in the background."""
@@ -74,9 +86,39 @@ class WriteBehind:
 
         self._background.submit(run, reserved)
 
+    def commit(self, ends: Sequence[tuple[Target, int]], task: Callable[[list[str]], None]) -> None:
+        """Make durable what was put so far, the first bytes of these files up to their ends, and
+        then do a task with their SHA-256, while more is written."""
+
+        def hand_over() -> None:
+            marks = self._marked(ends)
+            self._committer.reserve(1)
+
+            def finish() -> None:
+                with explained(self._folder):
+                    task(self._synced(marks))
+
+            self._committer.submit(finish, 1)
+
+        self.submit(hand_over)
+
+    def settle(self) -> None:
+        """Wait until all that is to be durable is."""
+        self._committer.drain()
+
     def sync(self, target: Target, end: int) -> str:
         """Make a file durable; SHA-256 of its first `end` bytes."""
-        return self._open(target).sync(end)
+        return self._synced(self._marked([(target, end)]))[0]
+
+    def _marked(
+        self, ends: Sequence[tuple[Target, int]]
+    ) -> list[tuple[GrowingFile, int, str | None]]:
+        files = [(self._open(target), end) for target, end in ends]
+        return [(file, end, file.mark(end)) for file, end in files]
+
+    def _synced(self, marks: Sequence[tuple[GrowingFile, int, str | None]]) -> list[str]:
+        hashes = [self._hasher.submit(file.sync, end, marked) for file, end, marked in marks]
+        return [digest.result() for digest in hashes]
 
     def release(self, target: Target) -> None:
         """Close a file, if it is open."""
@@ -86,11 +128,15 @@ class WriteBehind:
     def drain(self) -> None:
         """Wait until everything is done."""
         self._background.drain()
+        self._committer.drain()
 
     def close(self) -> None:
         """Finish what was handed over, unless something has failed, and close the files."""
         try:
-            self._background.close()
+            try:
+                self._background.close()
+            finally:
+                self._committer.close()
         finally:
             self._hasher.shutdown()
             for file in self._files.values():
@@ -134,23 +180,39 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _on_host(data: torch.Tensor, *, copy: bool) -> Callable[[], memoryview]:
+def _together(parts: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Bytes in lists of at most `PIECE`, in order."""
+    pieces: list[torch.Tensor] = []
+    for part in parts:
+        for piece in part.split(PIECE):
+            if pieces and sum(map(len, pieces)) + len(piece) > PIECE:
+                yield pieces
+                pieces = []
+            pieces.append(piece)
+    if pieces:
+        yield pieces
+
+
+def _on_host(pieces: Sequence[torch.Tensor], *, copy: bool) -> Callable[[], Sequence[memoryview]]:
     """Bytes in memory of the host; the result waits until they are there.
 
-    A GPU is not waited for: the copy queues behind the work that the tensor comes from.
+    A GPU is not waited for: the copies queue behind the work that the tensors come from.
     """
     import torch
 
-    if data.device.type != "cuda":
-        host = data.clone() if copy else data
-        return lambda: memoryview(host.numpy().data)
-    host = torch.empty(data.shape, dtype=torch.uint8, pin_memory=True)
-    host.copy_(data, non_blocking=True)
+    device = next((piece.device for piece in pieces if piece.is_cuda), None)
+    if device is None:
+        kept = [piece.clone() if copy else piece for piece in pieces]
+        return lambda: [memoryview(piece.numpy().data) for piece in kept]
+    sizes = [len(piece) for piece in pieces]
+    host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+    for place, piece in zip(host.split(sizes), pieces, strict=True):
+        place.copy_(piece, non_blocking=True)
     copied = torch.cuda.Event(blocking=True)
-    copied.record(torch.cuda.current_stream(data.device))
+    copied.record(torch.cuda.current_stream(device))
 
-    def wait() -> memoryview:
+    def wait() -> Sequence[memoryview]:
         copied.synchronize()
-        return memoryview(host.numpy().data)
+        return [memoryview(host.numpy().data)]
 
     return wait

@@ -139,6 +139,27 @@ class CheckpointWriter:
 
         With `rows` it is these rows of the planned tensor, which must come in order.
         """
+        target, place = self._claimed(name, tensor, rows)
+        self._behind.put(target, place, tensor)
+
+    def write_together(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put whole tensors at their places, those that lie side by side at once."""
+        claimed = [(self._claimed(name, t), t) for name, t in tensors.items()]
+        claimed.sort(key=lambda item: (item[0][0].path, item[0][1]))
+        run: list[torch.Tensor] = []
+        for number, ((target, place), tensor) in enumerate(claimed):
+            run.append(tensor)
+            behind = (target, place + tensor.nbytes)
+            if number + 1 == len(claimed) or claimed[number + 1][0] != behind:
+                start = behind[1] - sum(t.nbytes for t in run)
+                self._behind.put(target, start, *run)
+                run = []
+
+    def _claimed(
+        self, name: str, tensor: torch.Tensor, rows: tuple[int, int] | None = None
+    ) -> tuple[Target, int]:
+        """Where a tensor, or these rows of it, goes now. Raises AssertionError when it is not as
+        planned, or not its turn."""
         expected, written = self._outputs.get(name), self._rows.get(name)
         begin, end = rows or (0, tensor.shape[0] if tensor.ndim else 1)
         if expected is None or begin != (written or 0) or (written is not None and not begin):
@@ -151,8 +172,8 @@ class CheckpointWriter:
             )
         shard, place, _ = self._place[name]
         place += begin * (expected.nbytes // expected.shape[0]) if begin else 0
-        self._behind.put(self._targets[shard.file], place, tensor)
         self._rows[name] = end
+        return self._targets[shard.file], place
 
     def save(self, file: str, tensors: Mapping[str, Rows]) -> None:
         """Store tensors as a safetensors file of the work folder.
@@ -167,6 +188,7 @@ class CheckpointWriter:
 
         def start() -> None:
             nonlocal started
+            self._behind.settle()  # so that the disk never holds three
             started = time.monotonic()
 
         def finish() -> None:
@@ -197,7 +219,10 @@ class CheckpointWriter:
             ends[shard.file] = (shard, max(end, ends.get(shard.file, (shard, 0))[1]))
             del self._rows[name]
         state, self._state = self._state, None
-        self._behind.submit(lambda: self._make_durable(unit.name, record, ends, state, hold))
+        self._behind.commit(
+            [(self._targets[file], end) for file, (_, end) in ends.items()],
+            lambda hashes: self._finish_unit(unit.name, record, ends, hashes, state, hold),
+        )
 
     def finish(self, config: Mapping[str, Any], report: Mapping[str, Any]) -> None:
         """Write side files, report, index and, last, `config.json`; then drop the work folder.
@@ -253,18 +278,17 @@ class CheckpointWriter:
 
     # In the background.
 
-    def _make_durable(
+    def _finish_unit(
         self,
         unit: str,
         record: Mapping[str, Any],
         ends: Mapping[str, tuple[ShardLayout, int]],
+        hashes: Sequence[str],
         state: SavedState | None,
         hold: bool,
     ) -> None:
-        digests = {
-            file: (end, self._behind.sync(self._targets[file], end))
-            for file, (_, end) in ends.items()
-        }
+        """Put a durable unit, of whose shards these are the hashes up to its end, on record."""
+        digests = {file: (end, h) for (file, (_, end)), h in zip(ends.items(), hashes, strict=True)}
         saved = None
         if state is not None:
             saved = {"file": state.target.path.name, "sha256": state.sha256}

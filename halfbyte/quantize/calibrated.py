@@ -258,7 +258,7 @@ class LayerQuantizer:
                 weight[None], plan.scheme, collected.inputs(), self.settings, feedback=feedback
             )
             linear = solved.linears[0][0]
-            emit(plan, int4.pack(linear.codes), linear.scales)
+            emit([(plan, int4.pack(linear.codes), linear.scales)])
             reports.append(report_of(plan, linear, stats))
             served = smoothing.undo(plan.name, solved.dequantized(0))
             place = layer.get_submodule(module.removeprefix(prefix))

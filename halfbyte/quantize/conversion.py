@@ -141,7 +141,7 @@ def _quantize(
     reports = []
     for number, tensor in enumerate(batch):
         linear, packed = solutions[number]
-        write_int4(writer, tensor, packed, linear.scales)
+        write_int4(writer, [(tensor, packed, linear.scales)])
         reports.append(report_of(tensor, linear, None))
     return reports
 
@@ -170,8 +170,10 @@ def _copy(
 
 
 def write_int4(
-    writer: CheckpointWriter, tensor: TensorPlan, packed: torch.Tensor, scales: torch.Tensor
+    writer: CheckpointWriter, linears: Iterable[tuple[TensorPlan, torch.Tensor, torch.Tensor]]
 ) -> None:
-    """Write the tensors of a quantized linear, of packed codes int32 [N, K/8]."""
-    for name, part in int4.stored(tensor.name, packed, scales).items():
-        writer.write(name, part)
+    """Write the tensors of quantized linears, of packed codes int32 [N, K/8] and scales each."""
+    tensors: dict[str, torch.Tensor] = {}
+    for plan, packed, scales in linears:
+        tensors |= int4.stored(plan.name, packed, scales)
+    writer.write_together(tensors)

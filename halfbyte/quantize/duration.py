@@ -37,6 +37,8 @@ class Speed:
     name: str
     products: Mapping[str, float]
     """Floating point operations of products with tokens, by compute dtype."""
+    attention: float
+    """The share of that which a layer reaches without its routed experts, for its small steps."""
     columns: float
     """Multiply-adds of a linear [N, K] in the solver: N K² for GPTQ and for each refinement."""
     weights: float
@@ -54,11 +56,11 @@ class Speed:
 SPEEDS: Mapping[str, Speed] = {
     # One H200, the layer of docs/results.md; float32 by the data sheet's ratio.
     "cuda": Speed(
-        "H200", {"bfloat16": 4.7e14, "float32": 5e13}, 1e14, 3.2e9, 1e11, 0.625, 5.0, 20.0
+        "H200", {"bfloat16": 5.5e14, "float32": 5e13}, 0.79, 1e14, 6.2e9, 1e11, 0.625, 5.0, 20.0
     ),
     # One core of a two-core AMD EPYC, the small model of docs/results.md.
     "cpu": Speed(
-        "EPYC core", {"bfloat16": 6e10, "float32": 6e10}, 1.6e10, 3e7, 1.75e6, 1.0, 5.0, 2.0
+        "EPYC core", {"bfloat16": 6e10, "float32": 6e10}, 1.0, 1.6e10, 3e7, 1.75e6, 1.0, 5.0, 2.0
     ),
 }
 
@@ -118,7 +120,7 @@ def layer_seconds(
     passes = 2 if linears else 1
     moments = sum(2 * tokens * t.source.shape[1] ** 2 for t in linears) * speed.triangle
     return {
-        "attention and router": passes * forward / products,
+        "attention and router": passes * forward / (products * speed.attention),
         "Hessians": (moments + _expert_moments(experts, reached, settings, speed)) / products,
         **_solver_seconds([*linears, *experts], settings),
         "experts forward": 2 * reached * _weights(experts) / products,

@@ -33,8 +33,8 @@ from halfbyte.ranks import Ranks
 EXPERT_STACKS = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 """Linears of an expert that read the same input, and are solved as one weight."""
 
-Emit = Callable[[TensorPlan, torch.Tensor, torch.Tensor], None]
-"""Takes the packed codes int32 [N, K/8] and the scales [N, groups] of a finished linear away."""
+Emit = Callable[[Sequence[tuple[TensorPlan, torch.Tensor, torch.Tensor]]], None]
+"""Takes the packed codes int32 [N, K/8] and the scales [N, groups] of finished linears away."""
 
 Stored = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """A weight between its quantization and the tokens' way through it: packed codes and scales, or
@@ -203,10 +203,8 @@ class LayerExperts:
                 for part in (packed, scales):
                     self._transfers.lend(part)
                 rows = len(packed) // len(plans)
-                for plan, *linear in zip(
-                    plans, packed.split(rows), scales.split(rows), strict=True
-                ):
-                    self.emit(plan, *linear)
+                parts = packed.split(rows), scales.split(rows)
+                self.emit([*zip(plans, *parts, strict=True)])
 
     def _exchange(self, shares: Sequence[range]) -> None:
         """Get the experts of the other ranks; rank 0 is to emit them."""

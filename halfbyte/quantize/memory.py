@@ -346,7 +346,7 @@ def _quantized_experts(model: Mapping[str, Any]) -> int:
 
 def _routing(settings: Settings, model: Mapping[str, Any]) -> int:
     """Of all tokens the experts and weights that the router gives, and the tokens by expert."""
-    return _tokens(settings) * (20 * config_count(model, "num_experts_per_tok") + 16)
+    return _tokens(settings) * (24 * config_count(model, "num_experts_per_tok") + 16)
 
 
 def _measured_activations(settings: Settings, model: Mapping[str, Any]) -> int:

@@ -136,7 +136,7 @@ def follow(
             order = read_order(units, experts_at_once=at_once, ranks=ranks)
             with reader.read_ahead(order, plan.settings.device, ahead):
                 for unit in units:
-                    layers.run(unit, lambda *_: None)
+                    layers.run(unit, lambda _: None)
                     if unit is not units[-1] and ranks.of_first(None):
                         layers.tensors()  # which the first rank stores
         else:

@@ -446,7 +446,7 @@ def test_layout_is_complete_aligned_and_within_bounds(
 
 def writing_threads() -> list[str]:
     names = [thread.name for thread in threading.enumerate()]
-    return [name for name in names if name.startswith(("writer", "hasher"))]
+    return [name for name in names if name.startswith(("writer", "committer", "hasher"))]
 
 
 def open_files() -> int:
@@ -625,6 +625,59 @@ def test_rows_of_a_tensor_may_come_one_after_the_other(
             writer.commit(unit, {"unit": unit.name})
         writer.finish({"model_type": "x"}, {"report": 1, "shards": writer.shard_hashes()})
     assert contents(out) == contents(whole)
+
+
+@pytest.mark.parametrize("piece", [7, 1000])
+def test_tensors_written_together_lie_where_they_would(
+    tmp_path: Path, plan: Plan, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several shards and units at once, in no order, with a gap that is filled later."""
+    monkeypatch.setattr(writebehind, "PIECE", piece)
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    for folder in (whole, out):
+        prepare_folder(folder, plan, resume=False, overwrite=False)
+    write_all(whole, plan)
+    late = "layers.0.b.weight"
+    with CheckpointWriter(out, plan, IDENTITY) as writer:
+        writer.write_together({n: t for n, t in reversed(TENSORS.items()) if n != late})
+        with pytest.raises(AssertionError, match="written twice"):
+            writer.write_together({"head.weight": TENSORS["head.weight"]})
+        writer.write_together({late: TENSORS[late]})
+        for unit in plan.units:
+            writer.commit(unit, {"unit": unit.name})
+        writer.finish({"model_type": "x"}, {"report": 1, "shards": writer.shard_hashes()})
+    assert contents(out) == contents(whole)
+
+
+def test_more_is_written_while_a_unit_is_made_durable(
+    tmp_path: Path, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    prepare_folder(out, plan, resume=False, overwrite=False)
+    fsync, slow, later = os.fsync, threading.Event(), threading.Event()
+    pwrite = os.pwrite
+    embedding, following = plan.units[0], plan.units[1].tensors[0].name
+    bytes_of_following = TENSORS[following].numpy().tobytes()
+
+    def stalled(descriptor: int) -> None:
+        if threading.current_thread().name.startswith("hasher"):
+            slow.wait()
+        fsync(descriptor)
+
+    def noted(descriptor: int, data: memoryview, place: int) -> int:
+        if bytes(data) == bytes_of_following:
+            later.set()
+        return pwrite(descriptor, data, place)
+
+    monkeypatch.setattr(os, "fsync", stalled)
+    monkeypatch.setattr(os, "pwrite", noted)
+    with CheckpointWriter(out, plan, IDENTITY) as writer:
+        write_unit(writer, embedding)
+        writer.write(following, TENSORS[following])
+        assert later.wait(60)
+        assert b"embedding" not in (out / WORK_FOLDER / "journal.jsonl").read_bytes()
+        slow.set()
+        assert [commit.unit for commit in writer.commits] == [embedding.name]
 
 
 def test_an_interrupt_keeps_what_was_committed_and_leaves_no_thread(

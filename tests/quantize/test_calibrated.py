@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -73,9 +74,10 @@ def quantize_layer(
         )
         made = Layer(before, [])
 
-        def keep(tensor: TensorPlan, packed: torch.Tensor, scales: torch.Tensor) -> None:
-            codes = unpack_int4(packed, 8 * packed.shape[1])
-            made.weights[tensor.name] = QuantizedWeight(codes, scales.clone())
+        def keep(linears: Sequence[tuple[TensorPlan, torch.Tensor, torch.Tensor]]) -> None:
+            for plan, packed, scales in linears:
+                codes = unpack_int4(packed, 8 * packed.shape[1])
+                made.weights[plan.name] = QuantizedWeight(codes, scales.clone())
 
         quantizer.prepare()
         made.reports = quantizer.run(unit, keep).reports
