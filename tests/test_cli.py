@@ -18,6 +18,7 @@ import halfbyte
 from halfbyte import cli
 from halfbyte.errors import CheckpointError, UsageError
 from halfbyte.evals.gate import gate as judge
+from halfbyte.evals.policy import load_policy
 from halfbyte.evals.report import (
     EvalReport,
     Item,
@@ -303,12 +304,26 @@ def test_gate_exit_codes(
 ) -> None:
     baseline = evaluation(tmp_path / "baseline.json", 900)
     candidate = evaluation(tmp_path / "candidate.json", right, task=task)
-    words = ("gate", baseline, candidate, "--margin", margin)
+    words = ("gate", baseline, candidate, "--policy", "article", "--margin", margin)
     human, document = quantize(*words), quantize(*words, "--json")
     assert (human.exit_code, document.exit_code) == (exit_code, exit_code)
     assert f"gate: {verdict}" in human.stdout
     assert document.document["verdict"] == verdict
     assert quantize(*words, "--quiet") == (exit_code, "", "")
+
+
+def test_the_default_gate_says_what_would_decide(quantize: Quantize, tmp_path: Path) -> None:
+    """1,000 items of which four changed: the mean is shown to drop by less than 0.8 points only
+    with twice as many."""
+    baseline = evaluation(tmp_path / "baseline.json", 900)
+    candidate = evaluation(tmp_path / "candidate.json", 896)
+    human = quantize("gate", baseline, candidate)
+    assert human.exit_code == 4
+    assert "gate: inconclusive (policy default: the mean may drop by 0.8 points" in human.stdout
+    assert "times as many items would decide" in human.stdout
+    unknown = quantize("gate", baseline, candidate, "--policy", "strict")
+    assert unknown.exit_code == 2
+    assert "choose default or article" in unknown.stderr
 
 
 def test_demo_ends_with_one_table_and_the_verdict(
@@ -324,7 +339,7 @@ def test_demo_ends_with_one_table_and_the_verdict(
                 SimpleNamespace(name="FP8", nbytes=12_000_000, evaluation=fp8),
                 SimpleNamespace(name="GPTQ", nbytes=7_000_000, evaluation=gptq),
             ),
-            verdict=judge(fp8, gptq),
+            verdict=judge(fp8, gptq, load_policy("article")),
         )
 
     monkeypatch.setitem(sys.modules, "halfbyte.evals.demo", SimpleNamespace(run_demo=run_demo))
@@ -336,7 +351,7 @@ def test_demo_ends_with_one_table_and_the_verdict(
         "size               12.0 MB   7.0 MB",
         "arithmetic acc %     90.00    88.00",
         "",
-        "gate: fail (a task may drop by 0.8 points)",
+        "gate: fail (policy article: a task may drop by 0.8 points)",
         "- arithmetic acc,none drops by 2.000 points (900 to 880 of 1000), more than 0.8",
     ]
     assert quantize("demo", "-q", "-o", tmp_path)[:2] == (3, f"{tmp_path}\n")

@@ -69,8 +69,8 @@ def test_the_commands_run_one_after_the_other(
     for line in lines:
         words = line.split()[1:]
         words += less.get(words[0], [])
-        # A model this small may well lose a question, and then the gate must say so.
-        assert main(words) in ((0, 3) if words[0] == "gate" else (0,)), line
+        # So few questions decide nothing, and a model this small may well lose one.
+        assert main(words) in ((0, 3, 4) if words[0] == "gate" else (0,)), line
 
 
 def test_ci_runs_the_test_command_and_the_checks() -> None:

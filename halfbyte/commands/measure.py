@@ -120,19 +120,30 @@ def gate(
     candidate: Annotated[
         Path, typer.Argument(metavar="CANDIDATE", help="Evaluation of the quantized checkpoint.")
     ],
+    policy: Annotated[
+        str,
+        typer.Option(
+            "--policy",
+            metavar="NAME|FILE",
+            help="default (paired statistics), article (plain differences), or a YAML file.",
+        ),
+    ] = "default",
     margin: Annotated[
-        float, typer.Option("--margin", help="Points that each task's score may drop.")
-    ] = 0.8,
+        float | None,
+        typer.Option("--margin", help="Points to allow instead of the policy's own."),
+    ] = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Judge whether accuracy held, from two saved evaluations."""
     from halfbyte.commands import scores
     from halfbyte.evals.gate import gate as judge
+    from halfbyte.evals.policy import load_policy
     from halfbyte.evals.report import EvalReport
 
     console = open_console(json, quiet)
-    verdict = judge(EvalReport.read(baseline), EvalReport.read(candidate), margin)
+    rule = load_policy(policy, margin)
+    verdict = judge(EvalReport.read(baseline), EvalReport.read(candidate), rule)
     if verdict.rows:
         console.table(scores.gate_table(verdict))
         console.line()

@@ -77,6 +77,7 @@ def gate_table(verdict: GateVerdict) -> Table:
             Column("baseline %", number=True),
             Column("candidate %", number=True),
             Column("points", number=True),
+            Column(f"{100 * (2 * verdict.policy.confidence - 1):g} % interval", number=True),
             Column("lost : won", number=True),
             Column("verdict"),
         ),
@@ -88,8 +89,9 @@ def gate_table(verdict: GateVerdict) -> Table:
                 f"{float(100 * row.baseline / row.count):.2f}",
                 f"{float(100 * row.candidate / row.count):.2f}",
                 f"{float(row.delta_points):+.2f}",
+                f"{row.change.low:+.2f} to {row.change.high:+.2f}",
                 f"{row.lost} : {row.won}",
-                ("fail" if row in verdict.failed else "pass") if row.decides else "",
+                row.verdict or "",
             )
             for row in verdict.rows
         ),
@@ -98,8 +100,19 @@ def gate_table(verdict: GateVerdict) -> Table:
 
 def gate_lines(verdict: GateVerdict) -> list[str]:
     """The verdict and every reason for it."""
-    margin = f"a task may drop by {float(verdict.margin_points):g} points"
-    return [f"gate: {verdict.verdict} ({margin})", *(f"- {reason}" for reason in verdict.reasons)]
+    policy = verdict.policy
+    asked = f"policy {policy.name}: a task may drop by {policy.margin:g} points"
+    if policy.rule == "paired":
+        asked = (
+            f"policy {policy.name}: the mean may drop by {policy.margin:g} points, "
+            f"a task by {policy.task_margin:g}"
+        )
+    lines = [f"gate: {verdict.verdict} ({asked})"]
+    if (macro := verdict.macro) is not None:
+        lines.append(
+            f"mean change {macro.estimate:+.2f} points ({macro.low:+.2f} to {macro.high:+.2f})"
+        )
+    return [*lines, *(f"- {reason}" for reason in verdict.reasons)]
 
 
 def demo_table(report: DemoReport) -> Table:

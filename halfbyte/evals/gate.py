@@ -1,19 +1,39 @@
 """Did accuracy hold? Compares two evaluation reports item by item.
 
 First whether they can be compared at all (same tasks, same questions, same settings); only then
-by how much the scores differ. Counts are compared as exact fractions: 11 questions of 1319 lost
-are 0.834 points, and no rounding makes that 0.8.
+by how much the scores differ, by the rule of a policy.
+
+*Paired*: a model that differs a little changes a few answers in both directions, so a drop of some
+points may be chance, and no drop may hide one. It fails what is worse beyond chance and margin,
+passes what is shown to be within the margins, and says of anything else how many items would
+decide. *Plain*: the difference of scores, compared as exact fractions: 11 questions of 1319 lost
+are 0.834 points, and no rounding makes that 0.8 that the policy does not ask for.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Any, Literal
 
 from halfbyte.errors import UsageError
+from halfbyte.evals.policy import Policy
+from halfbyte.evals.record import encode
 from halfbyte.evals.report import EvalReport, MetricScores, TaskScores, TaskSettings
+from halfbyte.evals.statistics import (
+    Interval,
+    holm,
+    items_needed,
+    macro_interval,
+    mcnemar,
+    mean_interval,
+    one_sided,
+    score_interval,
+)
+
+GATE_SCHEMA = 1
 
 Verdict = Literal["pass", "fail", "inconclusive", "invalid"]
 
@@ -27,7 +47,7 @@ class GateRow:
     task: str
     metric: str
     decides: bool
-    """Whether it is the task's primary metric; the others are shown, not judged."""
+    """Whether the task is judged by it; the other metrics are shown, not judged."""
     count: int
     baseline: Fraction
     """Sum of the item values; for right-or-wrong metrics the number right."""
@@ -36,6 +56,15 @@ class GateRow:
     """Items on which the candidate does worse than the baseline."""
     won: int
     higher_is_better: bool
+    change: Interval
+    """How much better the candidate is, in points, and limits that hold with the policy's
+    confidence each."""
+    p_value: float
+    """How likely at least this drop is when nothing changed."""
+    adjusted_p: float | None = None
+    """The same for testing all tasks together; None for a metric that does not decide."""
+    verdict: Verdict | None = None
+    """Of this task by itself; None for a metric that does not decide."""
 
     @property
     def drop_points(self) -> Fraction:
@@ -50,28 +79,16 @@ class GateRow:
 
 
 @dataclass(frozen=True)
-class MarginPolicy:
-    """Passes when no task's primary metric drops by more than `margin` points.
-
-    It judges the counts as they are and knows nothing of chance, so it is never inconclusive.
-    """
-
-    margin: Fraction
-
-    def failures(self, rows: Sequence[GateRow]) -> tuple[GateRow, ...]:
-        return tuple(row for row in rows if row.decides and row.drop_points > self.margin)
-
-
-@dataclass(frozen=True)
 class GateVerdict:
     """The verdict and what it rests on. `rows` is empty when the reports cannot be compared."""
 
     verdict: Verdict
     reasons: tuple[str, ...]
-    """Why it failed or is invalid; empty for a pass."""
-    margin_points: Fraction
+    """Why it is not a pass; empty for one."""
+    policy: Policy
     rows: tuple[GateRow, ...]
-    failed: tuple[GateRow, ...]
+    macro: Interval | None = None
+    """Mean change of the tasks in points, under the paired rule."""
 
     @property
     def exit_code(self) -> int:
@@ -79,49 +96,146 @@ class GateVerdict:
 
     def to_json(self) -> dict[str, Any]:
         return {
+            "schema_version": GATE_SCHEMA,
             "verdict": self.verdict,
             "reasons": list(self.reasons),
-            "margin_points": _number(self.margin_points),
+            "policy": encode(self.policy),
+            "macro_points": None if self.macro is None else encode(self.macro),
             "rows": [
                 {
                     "task": row.task,
                     "metric": row.metric,
                     "decides": row.decides,
-                    "passed": row not in self.failed,
+                    "verdict": row.verdict,
                     "count": row.count,
                     "baseline": _number(row.baseline),
                     "candidate": _number(row.candidate),
                     "delta_points": _number(row.delta_points),
                     "lost": row.lost,
                     "won": row.won,
+                    "change_points": encode(row.change),
+                    "p_value": row.p_value,
+                    "adjusted_p": row.adjusted_p,
                 }
                 for row in self.rows
             ],
         }
 
 
-def gate(baseline: EvalReport, candidate: EvalReport, margin_points: float = 0.8) -> GateVerdict:
-    """Judge `candidate` against `baseline` by the margin rule (`MarginPolicy`).
+def gate(baseline: EvalReport, candidate: EvalReport, policy: Policy) -> GateVerdict:
+    """Judge `candidate` against `baseline` by the rule of `policy`.
 
-    Each task is judged by its primary metric: the first metric of the task under its first answer
-    filter, in the order its YAML lists them. A drop of exactly the margin passes.
+    Each task is judged by the metric that the policy names, or else by its primary one: the first
+    metric under its first answer filter, in the order its YAML lists them.
 
-    Raises UsageError for a margin that is not between 0 and 100 points.
+    Raises UsageError when the policy names a metric that the task does not have.
     """
-    if not 0 <= margin_points <= 100:
-        raise UsageError(f"the margin is {margin_points} points; it must be from 0 to 100")
-    margin = Fraction(str(margin_points))
     if reasons := tuple(_incomparable(baseline, candidate)):
-        return GateVerdict("invalid", reasons, margin, (), ())
-    rows = tuple(_rows(baseline, candidate))
-    failed = MarginPolicy(margin).failures(rows)
+        return GateVerdict("invalid", reasons, policy, ())
+    rows = tuple(_rows(baseline, candidate, policy))
+    return _plain(rows, policy) if policy.rule == "plain" else _paired(rows, policy)
+
+
+def _plain(rows: Sequence[GateRow], policy: Policy) -> GateVerdict:
+    """Passes when no task drops by more than the margin. It judges the counts as they are and
+    knows nothing of chance, so it is never inconclusive. A drop of exactly the margin passes."""
+
+    def judged(row: GateRow) -> GateRow:
+        drop = row.drop_points
+        if policy.decimals is not None:
+            drop = round(drop, policy.decimals)
+        failed = drop > policy.exact_margin
+        return replace(row, verdict="fail" if failed else "pass") if row.decides else row
+
+    rows = tuple(judged(row) for row in rows)
     reasons = tuple(
-        f"{row.task} {row.metric} drops by {float(row.drop_points):.3f} points "
-        f"({_number(row.baseline)} to {_number(row.candidate)} of {row.count}), "
-        f"more than {margin_points}"
-        for row in failed
+        f"{_drop(row)}, more than {policy.margin:g}" for row in rows if row.verdict == "fail"
     )
-    return GateVerdict("fail" if failed else "pass", reasons, margin, rows, failed)
+    return GateVerdict("fail" if reasons else "pass", reasons, policy, rows)
+
+
+def _paired(rows: Sequence[GateRow], policy: Policy) -> GateVerdict:
+    """Fails what is worse beyond chance and margin, passes what is shown not to be."""
+    deciding = [row for row in rows if row.decides]
+    adjusted = iter(holm([row.p_value for row in deciding]))
+    judged = []
+    failures, doubts = [], []
+    for row in rows:
+        if not row.decides:
+            judged.append(row)
+            continue
+        row = replace(row, adjusted_p=next(adjusted))
+        assert row.adjusted_p is not None
+        verdict: Verdict = "pass"
+        if row.drop_points > Fraction(str(policy.task_margin)):
+            verdict = "fail"
+            failures.append(f"{_drop(row)}, more than {policy.task_margin:g}")
+        elif row.drop_points >= policy.exact_margin and row.adjusted_p < policy.significance:
+            verdict = "fail"
+            failures.append(
+                f"{_drop(row)}, {policy.margin:g} or more, and significantly: "
+                f"{row.lost} lost and {row.won} won, p = {row.adjusted_p:.2g}"
+            )
+        elif row.change.low <= -policy.task_margin:
+            verdict = "inconclusive"
+            doubts.append(_task_doubt(row, policy))
+        judged.append(replace(row, verdict=verdict))
+    macro = macro_interval([row.change for row in deciding])
+    if macro.high < -policy.margin:
+        failures.append(
+            f"the mean of {len(deciding)} tasks drops by {-macro.estimate:.3f} points, "
+            f"with confidence by more than {-macro.high:.3f}; {policy.margin:g} are allowed"
+        )
+    elif macro.low <= -policy.margin:
+        doubts.append(_macro_doubt(macro, len(deciding), policy))
+    verdict = "fail" if failures else "inconclusive" if doubts else "pass"
+    return GateVerdict(verdict, tuple(failures or doubts), policy, tuple(judged), macro)
+
+
+def _drop(row: GateRow) -> str:
+    return (
+        f"{row.task} {row.metric} drops by {float(row.drop_points):.3f} points "
+        f"({_number(row.baseline)} to {_number(row.candidate)} of {row.count})"
+    )
+
+
+def _task_doubt(row: GateRow, policy: Policy) -> str:
+    """Why a task is not shown to be within its margin, and what would show it."""
+    text = (
+        f"{row.task} {row.metric} may drop by up to {-row.change.low:.2f} points, "
+        f"{policy.task_margin:g} are allowed"
+    )
+    distance = (row.change.estimate + policy.task_margin) / 100
+    if distance <= 0:
+        return f"{text}; it does drop by that much, so more items are likely to fail it"
+    needed = items_needed(
+        max(row.lost + row.won, 1) / row.count,
+        distance,
+        confidence=_two_sided(policy),
+        power=policy.power,
+    )
+    return f"{text}; about {max(needed, row.count + 1):,} items would decide, it has {row.count:,}"
+
+
+def _macro_doubt(macro: Interval, tasks: int, policy: Policy) -> str:
+    """The same of the mean of all tasks."""
+    text = (
+        f"the mean of {tasks} tasks may drop by up to {-macro.low:.2f} points, "
+        f"{policy.margin:g} are allowed"
+    )
+    distance = macro.estimate + policy.margin
+    if distance <= 0:
+        return f"{text}; it does drop by that much, so more items are likely to fail it"
+    # Limits come closer with the root of the items.
+    one = items_needed(1.0, 1.0, confidence=_two_sided(policy), power=0.5)
+    both = items_needed(1.0, 1.0, confidence=_two_sided(policy), power=policy.power)
+    times = ((macro.estimate - macro.low) / distance) ** 2 * max(1.0, both / one)
+    return f"{text}; about {math.ceil(10 * times) / 10:g} times as many items would decide"
+
+
+def _two_sided(policy: Policy) -> float:
+    """The confidence of an interval whose limits each have that of the policy."""
+    return 2 * policy.confidence - 1
 
 
 def _incomparable(baseline: EvalReport, candidate: EvalReport) -> Iterator[str]:
@@ -175,19 +289,34 @@ def _task_differs(ours: TaskScores, theirs: TaskScores) -> Iterator[str]:
         yield f"{task}: the hash over all items differs"
 
 
-def _rows(baseline: EvalReport, candidate: EvalReport) -> Iterator[GateRow]:
+def _rows(baseline: EvalReport, candidate: EvalReport, policy: Policy) -> Iterator[GateRow]:
     theirs = _tasks(candidate)
     for name, task in _tasks(baseline).items():
-        pairs = zip(task.metrics, theirs[name].metrics, strict=True)
-        for position, (ours, other) in enumerate(pairs):
-            yield _row(name, ours, other, decides=position == 0)
+        names = [metric.name for metric in task.metrics]
+        primary = policy.primary.get(name, names[0])
+        if primary not in names:
+            raise UsageError(
+                f"policy {policy.name} judges task {name} by {primary}, "
+                f"the evaluation has {', '.join(names)}",
+                hint="name one of these under `primary` of your own policy: --policy FILE.yaml",
+            )
+        for ours, other in zip(task.metrics, theirs[name].metrics, strict=True):
+            yield _row(name, ours, other, policy, decides=ours.name == primary)
 
 
-def _row(task: str, ours: MetricScores, theirs: MetricScores, *, decides: bool) -> GateRow:
-    pairs = list(zip(ours.values, theirs.values, strict=True))
-    down = sum(theirs < ours for ours, theirs in pairs)
-    up = sum(theirs > ours for ours, theirs in pairs)
-    lost, won = (down, up) if ours.higher_is_better else (up, down)
+def _row(
+    task: str, ours: MetricScores, theirs: MetricScores, policy: Policy, *, decides: bool
+) -> GateRow:
+    sign = 1 if ours.higher_is_better else -1
+    better = [sign * (b - a) for a, b in zip(ours.values, theirs.values, strict=True)]
+    lost, won = sum(value < 0 for value in better), sum(value > 0 for value in better)
+    confidence = _two_sided(policy)
+    if {*ours.values, *theirs.values} <= {0.0, 1.0}:
+        share = score_interval(lost, won, ours.count, confidence)
+        p_value = mcnemar(lost, won)
+    else:
+        share = mean_interval(better, confidence)
+        p_value = one_sided(share, confidence)
     return GateRow(
         task=task,
         metric=ours.name,
@@ -198,6 +327,8 @@ def _row(task: str, ours: MetricScores, theirs: MetricScores, *, decides: bool) 
         lost=lost,
         won=won,
         higher_is_better=ours.higher_is_better,
+        change=Interval(100 * share.estimate, 100 * share.low, 100 * share.high),
+        p_value=p_value,
     )
 
 

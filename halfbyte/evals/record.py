@@ -75,7 +75,7 @@ def _dataclass(kind: Any, record: dict[str, Any], where: str) -> Any:
     try:
         value = kind(**values)
     except EvaluationError as error:
-        raise EvaluationError(f"{where}: {error}") from error
+        raise EvaluationError(f"{where}: {error}" if where else str(error)) from error
     for name in derived:
         if (told := record[name]) != (found := getattr(value, name)):
             raise EvaluationError(

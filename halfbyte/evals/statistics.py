@@ -29,7 +29,10 @@ def mcnemar(lost: int, won: int) -> float:
     """Exact one-sided p-value: how likely at least `lost` of the discordant items are lost when
     each is lost or won with equal chance (McNemar 1947). 1 when there are none."""
     count = lost + won
-    tail = sum(math.comb(count, k) for k in range(lost, count + 1))
+    ways = tail = math.comb(count, lost)
+    for k in range(lost, count):
+        ways = ways * (count - k) // (k + 1)
+        tail += ways
     return tail / (1 << count)
 
 
@@ -93,6 +96,15 @@ def mean_interval(differences: Sequence[float], confidence: float) -> Interval:
     error = math.sqrt(squares / max(1, count - 1) / count)
     half = _quantile(confidence) * error
     return Interval(mean, mean - half, mean + half)
+
+
+def one_sided(interval: Interval, confidence: float) -> float:
+    """P-value of a drop as large as the estimate when nothing changed, from a symmetric interval
+    of this confidence."""
+    error = (interval.high - interval.low) / 2 / _quantile(confidence)
+    if not error:
+        return 0.0 if interval.estimate < 0 else 1.0
+    return _NORMAL.cdf(interval.estimate / error)
 
 
 def macro_interval(intervals: Sequence[Interval]) -> Interval:

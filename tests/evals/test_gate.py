@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 
 from halfbyte.errors import UsageError
-from halfbyte.evals.gate import gate
+from halfbyte.evals.gate import GateRow, GateVerdict, _paired
+from halfbyte.evals.gate import gate as judge
+from halfbyte.evals.policy import Policy, load_policy
 from halfbyte.evals.report import (
     EvalReport,
     Item,
@@ -20,8 +24,16 @@ from halfbyte.evals.report import (
     TaskScores,
     TaskSettings,
 )
+from halfbyte.evals.statistics import Interval, mcnemar, score_interval
 
+EXACT = replace(load_policy("article"), decimals=None)
+PAIRED = load_policy("default")
 SETTINGS = TaskSettings(None, 16, 1024, "float32", {"lm_eval": "0.4.13"})
+
+
+def gate(baseline: EvalReport, candidate: EvalReport, margin: float = 0.8) -> GateVerdict:
+    """By the plain rule, without rounding."""
+    return judge(baseline, candidate, replace(EXACT, margin=margin))
 
 
 def answers(count: int, right: int) -> tuple[float, ...]:
@@ -169,23 +181,199 @@ def test_order_of_tasks_does_not_matter() -> None:
 @pytest.mark.parametrize("margin", [-0.1, 100.5, float("nan")])
 def test_impossible_margin(margin: float) -> None:
     with pytest.raises(UsageError, match="must be from 0 to 100"):
-        gate(BASE, BASE, margin)
+        load_policy("default", margin)
 
 
 def test_json_form() -> None:
     record = json.loads(json.dumps(gate(one(1319, 1245), one(1319, 1234)).to_json()))
     (row,) = record.pop("rows")
     assert record.pop("reasons")[0].startswith("sums acc,none drops")
-    assert record == {"verdict": "fail", "margin_points": 0.8}
+    policy = record.pop("policy")
+    assert (policy["name"], policy["rule"], policy["margin"]) == ("article", "plain", 0.8)
+    assert record == {"schema_version": 1, "verdict": "fail", "macro_points": None}
     assert row.pop("delta_points") == pytest.approx(-0.83397, abs=1e-5)
+    change = row.pop("change_points")
+    assert change["low"] < change["estimate"] < change["high"]
+    assert change["estimate"] == pytest.approx(-0.83397, abs=1e-5)
+    assert row.pop("p_value") == pytest.approx(2**-11)
     assert row == {
         "task": "sums",
         "metric": "acc,none",
         "decides": True,
-        "passed": False,
+        "verdict": "fail",
         "count": 1319,
         "baseline": 1245,
         "candidate": 1234,
         "lost": 11,
         "won": 0,
+        "adjusted_p": None,
     }
+
+
+# The published scores of an INT4 GLM-5.2 against FP8: items, right in FP8, right in INT4.
+PUBLISHED = {
+    "gsm8k": ("exact_match", 1319, 1245, 1234),
+    "arc_easy": ("acc", 2376, 2058, 2047),
+    "arc_challenge": ("acc", 1172, 761, 760),
+    "mmlu": ("acc", 14042, 12160, 12152),
+    "mmlu_pro": ("exact_match", 12032, 9722, 9682),
+}
+
+
+def published(share: float) -> tuple[EvalReport, EvalReport]:
+    """Per-item answers with these scores, a share of the items lost or won."""
+    sides: tuple[list[TaskScores], list[TaskScores]] = ([], [])
+    for name, (metric, count, before, after) in PUBLISHED.items():
+        won = max(0, round((share * count - (before - after)) / 2))
+        lost = won + before - after
+        baseline = answers(count, before)
+        candidate = (0.0,) * lost + answers(count - lost, after)
+        assert sum(candidate) == after
+        for side, values in zip(sides, (baseline, candidate), strict=True):
+            side.append(task(name, {metric: values}))
+    return report(*sides[0]), report(*sides[1])
+
+
+ANY_METRIC = replace(PAIRED, primary={})
+
+
+@pytest.mark.parametrize("share", [0.03, 0.05])
+def test_the_published_checkpoint_passes_and_a_plain_rule_rejects_it(share: float) -> None:
+    baseline, candidate = published(share)
+    verdict = judge(baseline, candidate, ANY_METRIC)
+    assert (verdict.verdict, verdict.reasons) == ("pass", ())
+    assert verdict.macro is not None
+    assert verdict.macro.estimate == pytest.approx(-0.354, abs=1e-3)
+    assert -0.72 < verdict.macro.low < -0.6
+    assert judge(baseline, candidate, EXACT).verdict == "fail"
+    # Rounded to one decimal, as it was published, it is 0.8.
+    assert judge(baseline, candidate, load_policy("article")).verdict == "pass"
+
+
+def paired(count: int, lost: int, won: int, tasks: int = 1) -> GateVerdict:
+    before = (1.0,) * lost + (0.0,) * won + (1.0,) * (count - lost - won)
+    after = (0.0,) * lost + (1.0,) * won + (1.0,) * (count - lost - won)
+    names = [f"t{number}" for number in range(tasks)]
+    return judge(
+        report(*(task(name, {"acc": before}) for name in names)),
+        report(*(task(name, {"acc": after}) for name in names)),
+        PAIRED,
+    )
+
+
+def test_nothing_changed_passes_when_there_are_items_enough() -> None:
+    """Wilson's limit for no event is z² / (n + z²): 0.8 points need 336 items."""
+    assert paired(336, 0, 0).verdict == "pass"
+    verdict = paired(335, 0, 0)
+    assert verdict.verdict == "inconclusive"
+    assert (
+        "the mean of 1 tasks may drop by up to 0.80 points, 0.8 are allowed" in verdict.reasons[0]
+    )
+
+
+def test_a_significant_drop_of_the_margin_fails() -> None:
+    """24 lost and 5 won of 200, and 30 and 4: measured on a model that rounding damaged."""
+    for lost, won in ((24, 5), (30, 4)):
+        verdict = paired(200, lost, won)
+        assert (verdict.verdict, verdict.exit_code) == ("fail", 3)
+        assert "more than 2" in verdict.reasons[0]
+    # 1.9 points of 1,000, less than the task margin: chance makes so many seldom.
+    verdict = paired(1000, 21, 2)
+    assert verdict.verdict == "fail"
+    assert "21 lost and 2 won, p = 3.3e-05" in verdict.reasons[0]
+    # As many points, but half of all items changed: nobody can tell.
+    assert paired(1000, 260, 241).verdict == "inconclusive"
+
+
+def test_significance_is_that_of_all_tasks_together() -> None:
+    """14 lost and 4 won: p = 0.015 by itself, 0.077 among five, where Holm asks for 0.01."""
+    alone, among = paired(1000, 14, 4), paired(1000, 14, 4, tasks=5)
+    assert (alone.rows[0].verdict, alone.rows[0].adjusted_p) == (
+        "fail",
+        pytest.approx(0.01544, abs=1e-5),
+    )
+    for row in among.rows:
+        assert row.adjusted_p == pytest.approx(5 * 0.01544, abs=1e-4)
+    assert {row.verdict for row in among.rows} == {"pass"}
+    # But the mean of five such tasks does drop by more than 0.5 points.
+    assert among.verdict == "inconclusive"
+
+
+def test_many_small_drops_fail_by_their_mean() -> None:
+    verdict = paired(3000, 60, 20, tasks=5)
+    assert verdict.macro is not None
+    assert verdict.macro.high < -0.8
+    assert any("the mean of 5 tasks drops by 1.333 points" in r for r in verdict.reasons)
+
+
+def test_a_doubtful_task_says_how_many_items_would_decide() -> None:
+    verdict = paired(200, 4, 4)
+    assert verdict.verdict == "inconclusive"
+    # 6.18 x 0.04 / 0.02² = 618
+    assert "about 619 items would decide, it has 200" in verdict.reasons[0]
+
+
+def test_scores_that_are_not_right_or_wrong() -> None:
+    generator = random.Random(0)
+    before = [generator.random() for _ in range(3000)]
+    little = [value + generator.gauss(0, 0.05) for value in before]
+    worse = [value - 0.015 for value in little]
+
+    def verdict(after: Sequence[float]) -> GateVerdict:
+        return judge(report(task("f", {"f1": before})), report(task("f", {"f1": after})), PAIRED)
+
+    assert verdict(little).verdict == "pass"
+    failed = verdict(worse)
+    assert failed.verdict == "fail"
+    assert failed.rows[0].p_value < 1e-12
+
+
+def test_the_policy_names_the_metric_that_decides() -> None:
+    policy = replace(PAIRED, primary={"a": "acc_norm,none"})
+    both = {"acc": answers(1000, 900), "acc_norm": answers(1000, 900)}
+    base = report(task("a", both))
+    verdict = judge(base, report(task("a", {**both, "acc": answers(1000, 500)})), policy)
+    assert [row.decides for row in verdict.rows] == [False, True]
+    assert (verdict.verdict, verdict.rows[0].verdict) == ("pass", None)
+    with pytest.raises(UsageError, match=r"judges task a by f1,none, the evaluation has acc,none"):
+        judge(base, base, replace(PAIRED, primary={"a": "f1,none"}))
+
+
+FLIPS = {"gsm8k": 0.02, "arc_easy": 0.02, "arc_challenge": 0.03, "mmlu": 0.02, "mmlu_pro": 0.05}
+
+
+def simulated(drop: float, policy: Policy, runs: int) -> dict[str, float]:
+    """How often each verdict comes when every task drops by `drop` points, few answers flip."""
+    generator = np.random.default_rng(7)
+    found = dict.fromkeys(("pass", "fail", "inconclusive"), 0)
+    for _ in range(runs):
+        rows = []
+        for name, (_, count, _, _) in PUBLISHED.items():
+            flips = max(FLIPS[name], drop / 100)
+            flipped = generator.binomial(count, flips)
+            lost = int(generator.binomial(flipped, (1 + drop / 100 / flips) / 2))
+            won = int(flipped) - lost
+            share = score_interval(lost, won, count, 2 * policy.confidence - 1)
+            change = Interval(100 * share.estimate, 100 * share.low, 100 * share.high)
+            right = Fraction(count // 2)
+            rows.append(
+                GateRow(
+                    name, "acc", True, count, right, right + won - lost, lost, won, True,
+                    change, mcnemar(lost, won),
+                )
+            )  # fmt: skip
+        found[_paired(rows, policy).verdict] += 1
+    return {verdict: number / runs for verdict, number in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("drop", "verdict", "least"), [(0.0, "pass", 0.95), (0.8, "fail", 0.85), (1.5, "fail", 0.99)]
+)
+def test_what_the_gate_says_of_true_changes(drop: float, verdict: str, least: float) -> None:
+    """2,000 runs of the published suite: no false alarm above 5 %, and no drop of 1.5 gets by."""
+    found = simulated(drop, ANY_METRIC, 2000)
+    assert found[verdict] >= least
+    if not drop:
+        assert found["fail"] <= 0.05
+    if drop == 1.5:
+        assert found["pass"] < 0.01

@@ -1,0 +1,98 @@
+"""What the gate asks for: a versioned file of margins and levels, by name or of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from importlib import resources
+from pathlib import Path
+
+from halfbyte.errors import EvaluationError, UsageError
+from halfbyte.evals.record import decode
+
+POLICY_SCHEMA = 1
+NAMES = ("default", "article")
+"""Policies that come with the package."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How two evaluations are judged. Margins are points, hundredths of a score."""
+
+    schema_version: int
+    name: str
+    description: str
+    rule: str
+    """"paired": statistics of the items that both answered; "plain": the difference of scores."""
+    margin: float
+    """The mean of all tasks may drop by less; one that drops as far, significantly, fails. The
+    plain rule lets each task drop by as much."""
+    task_margin: float = 2.0
+    """A task that drops further fails, and one that cannot be shown to drop less does not pass."""
+    confidence: float = 0.95
+    """Of each confidence limit by itself."""
+    significance: float = 0.05
+    """Level of the exact McNemar tests of all tasks together."""
+    power: float = 0.8
+    """Chance to decide that the number of items needed is given for."""
+    decimals: int | None = None
+    """Of points, to which the plain rule rounds a drop; None compares exactly."""
+    primary: Mapping[str, str] = field(default_factory=dict)
+    """Task -> the metric that decides; a task's first where it is not named."""
+
+    def __post_init__(self) -> None:
+        if self.schema_version != POLICY_SCHEMA:
+            raise EvaluationError(
+                f"schema_version is {self.schema_version}, this version reads {POLICY_SCHEMA}"
+            )
+        if self.rule not in ("paired", "plain"):
+            raise EvaluationError(f"rule is {self.rule!r:.40}, not paired or plain")
+        for name, most in (("margin", 100), ("task_margin", 100), ("decimals", 10)):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= most:
+                raise EvaluationError(f"{name} is {value}; it must be from 0 to {most}")
+        for name in ("confidence", "significance", "power"):
+            if not 0 < getattr(self, name) < 1:
+                raise EvaluationError(f"{name} is {getattr(self, name)}, not between 0 and 1")
+
+    @property
+    def exact_margin(self) -> Fraction:
+        """The margin as it is written: 0.8 is four fifths."""
+        return Fraction(str(self.margin))
+
+
+def load_policy(name_or_path: str, margin: float | None = None) -> Policy:
+    """A policy of the package by its name, or of a YAML file, with another margin if one is given.
+
+    Raises UsageError for a name that is not known, or a file that is no policy.
+    """
+    import yaml
+
+    path = Path(name_or_path)
+    if name_or_path in NAMES:
+        source = resources.files("halfbyte") / "policies" / f"{name_or_path}.yaml"
+        text = source.read_text(encoding="utf-8")
+    elif path.suffix in (".yaml", ".yml"):
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--policy {path}: {error}") from error
+    else:
+        raise UsageError(
+            f"--policy {name_or_path}: there is no such policy",
+            hint=f"choose {' or '.join(NAMES)}, or name a file: --policy FILE.yaml",
+        )
+    try:
+        record = yaml.safe_load(text)
+        if isinstance(record, dict):
+            optional = {f: getattr(_DEFAULTS, f) for f in _OPTIONAL if f not in record}
+            record = {**record, **optional}
+        policy = decode(Policy, record)
+        return policy if margin is None else replace(policy, margin=margin)
+    except (yaml.YAMLError, RecursionError, EvaluationError) as error:
+        raise UsageError(f"--policy {name_or_path}: {error}") from error
+
+
+_DEFAULTS = Policy(POLICY_SCHEMA, "", "", "plain", 0.0)
+_OPTIONAL = ("task_margin", "confidence", "significance", "power", "decimals", "primary")
