@@ -54,7 +54,8 @@ EXAMPLES: Mapping[str, str] = {
   quantize eval GLM-5.2-FP8 --tasks tasks -o fp8.json
   quantize eval GLM-5.2-INT4 --tasks tasks -o int4.json
   quantize gate fp8.json int4.json
-  quantize gate fp8.json int4.json --policy article --margin 0.5""",
+  quantize gate fp8.json int4.json --policy article --margin 0.5
+  quantize gate fp8.json int4.json --junit gate.xml --summary summary.md""",
     "demo": """
   quantize demo
   quantize demo -o /tmp/demo""",

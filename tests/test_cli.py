@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from xml.etree import ElementTree
 
 import pytest
 
@@ -324,6 +325,26 @@ def test_the_default_gate_says_what_would_decide(quantize: Quantize, tmp_path: P
     unknown = quantize("gate", baseline, candidate, "--policy", "strict")
     assert unknown.exit_code == 2
     assert "choose default or article" in unknown.stderr
+
+
+def test_the_gate_writes_what_others_read(quantize: Quantize, tmp_path: Path) -> None:
+    baseline = evaluation(tmp_path / "baseline.json", 900)
+    candidate = evaluation(tmp_path / "candidate.json", 897)
+    verdict, junit, summary, flips = (
+        tmp_path / name for name in ("gate.json", "gate.xml", "summary.md", "flips.jsonl")
+    )
+    summary.write_text("before\n")
+    words = ("gate", baseline, candidate, "-o", verdict, "--junit", junit)
+    words = (*words, "--summary", summary, "--flips", flips)
+    found = quantize(*words, "--json")
+    assert json.loads(verdict.read_text()) == found.document
+    assert ElementTree.parse(junit).getroot()[0].attrib["tests"] == "2"
+    assert summary.read_text().startswith("before\n### Accuracy gate: pass\n")
+    lines = [json.loads(line) for line in flips.read_text().splitlines()]
+    assert [(line["baseline"], line["candidate"]) for line in lines] == [(1, 0)] * 3
+    missing = quantize(*words[:-1], tmp_path / "absent" / "flips.jsonl")
+    assert missing.exit_code == 1
+    assert "cannot write" in missing.stderr
 
 
 def test_demo_ends_with_one_table_and_the_verdict(

@@ -16,7 +16,7 @@ from halfbyte.commands.options import (
     Verbose,
     open_console,
 )
-from halfbyte.errors import UsageError
+from halfbyte.errors import OutputError, UsageError
 
 
 def evaluate(
@@ -132,18 +132,48 @@ def gate(
         float | None,
         typer.Option("--margin", help="Points to allow instead of the policy's own."),
     ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Save the verdict here, as JSON.")
+    ] = None,
+    junit: Annotated[
+        Path | None,
+        typer.Option("--junit", help="Save it as JUnit XML, a test case for each task."),
+    ] = None,
+    summary: Annotated[
+        Path | None,
+        typer.Option(
+            "--summary", help="Append it as Markdown, for example to $GITHUB_STEP_SUMMARY."
+        ),
+    ] = None,
+    flips: Annotated[
+        Path | None,
+        typer.Option("--flips", help="Save the items answered differently, one a line, as JSON."),
+    ] = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Judge whether accuracy held, from two saved evaluations."""
+    from json import dumps
+
     from halfbyte.commands import scores
+    from halfbyte.evals import outputs
     from halfbyte.evals.gate import gate as judge
     from halfbyte.evals.policy import load_policy
     from halfbyte.evals.report import EvalReport
 
     console = open_console(json, quiet)
     rule = load_policy(policy, margin)
-    verdict = judge(EvalReport.read(baseline), EvalReport.read(candidate), rule)
+    reports = EvalReport.read(baseline), EvalReport.read(candidate)
+    verdict = judge(*reports, rule)
+    if output is not None:
+        _save(output, dumps(verdict.to_json(), indent=2) + "\n")
+    if junit is not None:
+        _save(junit, outputs.junit(verdict).decode())
+    if flips is not None:
+        found = outputs.flips(*reports) if verdict.rows else ()
+        _save(flips, "".join(dumps(flip) + "\n" for flip in found))
+    if summary is not None:
+        _save(summary, outputs.markdown(verdict), append=True)
     if verdict.rows:
         console.table(scores.gate_table(verdict))
         console.line()
@@ -151,6 +181,20 @@ def gate(
         console.line(line)
     console.result(verdict.to_json())
     raise typer.Exit(verdict.exit_code)
+
+
+def _save(path: Path, text: str, *, append: bool = False) -> None:
+    """Raises OutputError when that cannot be done."""
+    from halfbyte.formats.files import write_atomic
+
+    try:
+        if append:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(text)
+        else:
+            write_atomic(path, text.encode())
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def demo(

@@ -108,9 +108,10 @@ def gate_lines(verdict: GateVerdict) -> list[str]:
             f"a task by {policy.task_margin:g}"
         )
     lines = [f"gate: {verdict.verdict} ({asked})"]
-    if (macro := verdict.macro) is not None:
+    if verdict.mean is not None:
+        mean = verdict.mean.change
         lines.append(
-            f"mean change {macro.estimate:+.2f} points ({macro.low:+.2f} to {macro.high:+.2f})"
+            f"mean change {mean.estimate:+.2f} points ({mean.low:+.2f} to {mean.high:+.2f})"
         )
     return [*lines, *(f"- {reason}" for reason in verdict.reasons)]
 

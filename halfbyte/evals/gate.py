@@ -65,6 +65,8 @@ class GateRow:
     """The same for testing all tasks together; None for a metric that does not decide."""
     verdict: Verdict | None = None
     """Of this task by itself; None for a metric that does not decide."""
+    reason: str | None = None
+    """Why that is not a pass."""
 
     @property
     def drop_points(self) -> Fraction:
@@ -79,6 +81,17 @@ class GateRow:
 
 
 @dataclass(frozen=True)
+class MeanChange:
+    """Of all tasks together, under the paired rule."""
+
+    change: Interval
+    """In points."""
+    verdict: Verdict
+    reason: str | None
+    """Why that is not a pass."""
+
+
+@dataclass(frozen=True)
 class GateVerdict:
     """The verdict and what it rests on. `rows` is empty when the reports cannot be compared."""
 
@@ -87,8 +100,7 @@ class GateVerdict:
     """Why it is not a pass; empty for one."""
     policy: Policy
     rows: tuple[GateRow, ...]
-    macro: Interval | None = None
-    """Mean change of the tasks in points, under the paired rule."""
+    mean: MeanChange | None = None
 
     @property
     def exit_code(self) -> int:
@@ -100,7 +112,7 @@ class GateVerdict:
             "verdict": self.verdict,
             "reasons": list(self.reasons),
             "policy": encode(self.policy),
-            "macro_points": None if self.macro is None else encode(self.macro),
+            "mean_change_points": None if self.mean is None else encode(self.mean.change),
             "rows": [
                 {
                     "task": row.task,
@@ -140,56 +152,68 @@ def _plain(rows: Sequence[GateRow], policy: Policy) -> GateVerdict:
     """Passes when no task drops by more than the margin. It judges the counts as they are and
     knows nothing of chance, so it is never inconclusive. A drop of exactly the margin passes."""
 
-    def judged(row: GateRow) -> GateRow:
+    judged = []
+    for row in rows:
         drop = row.drop_points
         if policy.decimals is not None:
             drop = round(drop, policy.decimals)
-        failed = drop > policy.exact_margin
-        return replace(row, verdict="fail" if failed else "pass") if row.decides else row
-
-    rows = tuple(judged(row) for row in rows)
-    reasons = tuple(
-        f"{_drop(row)}, more than {policy.margin:g}" for row in rows if row.verdict == "fail"
-    )
-    return GateVerdict("fail" if reasons else "pass", reasons, policy, rows)
+        if row.decides and drop > policy.exact_margin:
+            reason = f"{_drop(row)}, more than {policy.margin:g}"
+            row = replace(row, verdict="fail", reason=reason)
+        elif row.decides:
+            row = replace(row, verdict="pass")
+        judged.append(row)
+    return _verdict(judged, policy)
 
 
 def _paired(rows: Sequence[GateRow], policy: Policy) -> GateVerdict:
     """Fails what is worse beyond chance and margin, passes what is shown not to be."""
     deciding = [row for row in rows if row.decides]
     adjusted = iter(holm([row.p_value for row in deciding]))
-    judged = []
-    failures, doubts = [], []
-    for row in rows:
-        if not row.decides:
-            judged.append(row)
-            continue
-        row = replace(row, adjusted_p=next(adjusted))
-        assert row.adjusted_p is not None
-        verdict: Verdict = "pass"
-        if row.drop_points > Fraction(str(policy.task_margin)):
-            verdict = "fail"
-            failures.append(f"{_drop(row)}, more than {policy.task_margin:g}")
-        elif row.drop_points >= policy.exact_margin and row.adjusted_p < policy.significance:
-            verdict = "fail"
-            failures.append(
-                f"{_drop(row)}, {policy.margin:g} or more, and significantly: "
-                f"{row.lost} lost and {row.won} won, p = {row.adjusted_p:.2g}"
-            )
-        elif row.change.low <= -policy.task_margin:
-            verdict = "inconclusive"
-            doubts.append(_task_doubt(row, policy))
-        judged.append(replace(row, verdict=verdict))
-    macro = macro_interval([row.change for row in deciding])
-    if macro.high < -policy.margin:
-        failures.append(
-            f"the mean of {len(deciding)} tasks drops by {-macro.estimate:.3f} points, "
-            f"with confidence by more than {-macro.high:.3f}; {policy.margin:g} are allowed"
+    judged = [
+        _judged(replace(row, adjusted_p=next(adjusted)), policy) if row.decides else row
+        for row in rows
+    ]
+    change = macro_interval([row.change for row in deciding])
+    mean = MeanChange(change, "pass", None)
+    if change.high < -policy.margin:
+        reason = (
+            f"the mean of {len(deciding)} tasks drops by {-change.estimate:.3f} points, "
+            f"with confidence by more than {-change.high:.3f}; {policy.margin:g} are allowed"
         )
-    elif macro.low <= -policy.margin:
-        doubts.append(_macro_doubt(macro, len(deciding), policy))
-    verdict = "fail" if failures else "inconclusive" if doubts else "pass"
-    return GateVerdict(verdict, tuple(failures or doubts), policy, tuple(judged), macro)
+        mean = MeanChange(change, "fail", reason)
+    elif change.low <= -policy.margin:
+        mean = MeanChange(change, "inconclusive", _mean_doubt(change, len(deciding), policy))
+    return _verdict(judged, policy, mean)
+
+
+def _judged(row: GateRow, policy: Policy) -> GateRow:
+    """A deciding row with the verdict on its task."""
+    assert row.adjusted_p is not None
+    if row.drop_points > Fraction(str(policy.task_margin)):
+        reason = f"{_drop(row)}, more than {policy.task_margin:g}"
+        return replace(row, verdict="fail", reason=reason)
+    if row.drop_points >= policy.exact_margin and row.adjusted_p < policy.significance:
+        reason = (
+            f"{_drop(row)}, {policy.margin:g} or more, and significantly: "
+            f"{row.lost} lost and {row.won} won, p = {row.adjusted_p:.2g}"
+        )
+        return replace(row, verdict="fail", reason=reason)
+    if row.change.low <= -policy.task_margin:
+        return replace(row, verdict="inconclusive", reason=_task_doubt(row, policy))
+    return replace(row, verdict="pass")
+
+
+def _verdict(
+    rows: Sequence[GateRow], policy: Policy, mean: MeanChange | None = None
+) -> GateVerdict:
+    """The worst of what tasks and their mean get, and the reasons for that."""
+    parts: list[GateRow | MeanChange] = [*rows, *([mean] if mean is not None else [])]
+    worst: tuple[Verdict, ...] = ("fail", "inconclusive")
+    for verdict in worst:
+        if reasons := [p.reason for p in parts if p.verdict == verdict and p.reason is not None]:
+            return GateVerdict(verdict, tuple(reasons), policy, tuple(rows), mean)
+    return GateVerdict("pass", (), policy, tuple(rows), mean)
 
 
 def _drop(row: GateRow) -> str:
@@ -217,19 +241,19 @@ def _task_doubt(row: GateRow, policy: Policy) -> str:
     return f"{text}; about {max(needed, row.count + 1):,} items would decide, it has {row.count:,}"
 
 
-def _macro_doubt(macro: Interval, tasks: int, policy: Policy) -> str:
+def _mean_doubt(change: Interval, tasks: int, policy: Policy) -> str:
     """The same of the mean of all tasks."""
     text = (
-        f"the mean of {tasks} tasks may drop by up to {-macro.low:.2f} points, "
+        f"the mean of {tasks} tasks may drop by up to {-change.low:.2f} points, "
         f"{policy.margin:g} are allowed"
     )
-    distance = macro.estimate + policy.margin
+    distance = change.estimate + policy.margin
     if distance <= 0:
         return f"{text}; it does drop by that much, so more items are likely to fail it"
     # Limits come closer with the root of the items.
     one = items_needed(1.0, 1.0, confidence=_two_sided(policy), power=0.5)
     both = items_needed(1.0, 1.0, confidence=_two_sided(policy), power=policy.power)
-    times = ((macro.estimate - macro.low) / distance) ** 2 * max(1.0, both / one)
+    times = ((change.estimate - change.low) / distance) ** 2 * max(1.0, both / one)
     return f"{text}; about {math.ceil(10 * times) / 10:g} times as many items would decide"
 
 

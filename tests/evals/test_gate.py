@@ -190,7 +190,7 @@ def test_json_form() -> None:
     assert record.pop("reasons")[0].startswith("sums acc,none drops")
     policy = record.pop("policy")
     assert (policy["name"], policy["rule"], policy["margin"]) == ("article", "plain", 0.8)
-    assert record == {"schema_version": 1, "verdict": "fail", "macro_points": None}
+    assert record == {"schema_version": 1, "verdict": "fail", "mean_change_points": None}
     assert row.pop("delta_points") == pytest.approx(-0.83397, abs=1e-5)
     change = row.pop("change_points")
     assert change["low"] < change["estimate"] < change["high"]
@@ -242,9 +242,9 @@ def test_the_published_checkpoint_passes_and_a_plain_rule_rejects_it(share: floa
     baseline, candidate = published(share)
     verdict = judge(baseline, candidate, ANY_METRIC)
     assert (verdict.verdict, verdict.reasons) == ("pass", ())
-    assert verdict.macro is not None
-    assert verdict.macro.estimate == pytest.approx(-0.354, abs=1e-3)
-    assert -0.72 < verdict.macro.low < -0.6
+    assert verdict.mean is not None
+    assert verdict.mean.change.estimate == pytest.approx(-0.354, abs=1e-3)
+    assert -0.72 < verdict.mean.change.low < -0.6
     assert judge(baseline, candidate, EXACT).verdict == "fail"
     # Rounded to one decimal, as it was published, it is 0.8.
     assert judge(baseline, candidate, load_policy("article")).verdict == "pass"
@@ -301,8 +301,8 @@ def test_significance_is_that_of_all_tasks_together() -> None:
 
 def test_many_small_drops_fail_by_their_mean() -> None:
     verdict = paired(3000, 60, 20, tasks=5)
-    assert verdict.macro is not None
-    assert verdict.macro.high < -0.8
+    assert verdict.mean is not None
+    assert verdict.mean.change.high < -0.8
     assert any("the mean of 5 tasks drops by 1.333 points" in r for r in verdict.reasons)
 
 
