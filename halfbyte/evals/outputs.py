@@ -13,6 +13,9 @@ from halfbyte.evals.report import EvalReport
 ROWS_SHOWN = 200
 """Rows and reasons of a summary at most: pages that show one take a megabyte."""
 
+_MARKDOWN_HEAD = (
+    "| task | metric | items | baseline % | candidate % | change, points | lost : won | |"
+)
 _NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
@@ -58,8 +61,7 @@ def markdown(verdict: GateVerdict) -> str:
     if verdict.reasons:
         lines += ["", *(f"- {_cell(reason)}" for reason in verdict.reasons[:ROWS_SHOWN])]
     if verdict.rows:
-        lines += ["", "| task | metric | items | baseline % | candidate % | change, points | lost : won | |"]
-        lines += ["|---|---|---:|---:|---:|---:|---:|---|"]
+        lines += ["", _MARKDOWN_HEAD, "|---|---|---:|---:|---:|---:|---:|---|"]
         lines += [_markdown_row(row) for row in verdict.rows[:ROWS_SHOWN]]
     hidden = max(len(verdict.rows), len(verdict.reasons)) - ROWS_SHOWN
     if hidden > 0:
