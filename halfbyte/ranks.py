@@ -10,7 +10,6 @@ import datetime
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from halfbyte.env import torchrun
@@ -24,6 +23,11 @@ PATIENCE = datetime.timedelta(days=1)
 that has ended is not waited for: `torchrun` then ends all."""
 _PIECE_BYTES = 1 << 28
 """Of host memory that passes through a GPU at a time."""
+
+
+def even_parts(total: int, count: int) -> list[range]:
+    """`total` things in order, in `count` parts as even as whole things can be."""
+    return [range(total * i // count, total * (i + 1) // count) for i in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +44,7 @@ class Ranks:
 
     def shares(self, total: int) -> list[range]:
         """`total` things dealt to the ranks in order, as evenly as whole things can be."""
-        edges = [total * rank // self.count for rank in range(self.count + 1)]
-        return [range(a, b) for a, b in pairwise(edges)]
+        return even_parts(total, self.count)
 
     def complete(self, tensor: torch.Tensor, shares: Sequence[range]) -> None:
         """Give every rank all rows of `tensor`; each has filled in those of its share."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import torch
 
@@ -28,7 +27,7 @@ from halfbyte.quantize.phases import Phases
 from halfbyte.quantize.smoothing import ScaleSearch
 from halfbyte.quantize.solver import Collected, report_of, solve
 from halfbyte.quantize.transfers import Transfers
-from halfbyte.ranks import Ranks
+from halfbyte.ranks import Ranks, even_parts
 
 EXPERT_STACKS = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
 """Linears of an expert that read the same input, and are solved as one weight."""
@@ -44,10 +43,9 @@ itself when it is not quantized."""
 def solving_order(experts: range, at_once: int) -> list[list[range]]:
     """`experts` in chunks of at most `at_once`, whose gate and up are solved together, as even as
     can be; and these in lists of those whose down is."""
-    count = math.ceil(len(experts) / at_once)
-    edges = [experts.start + len(experts) * i // count for i in range(count + 1)] if count else []
-    chunks = [range(a, b) for a, b in pairwise(edges)]
-    return [chunks[i : i + DOWN_CHUNKS] for i in range(0, count, DOWN_CHUNKS)]
+    parts = even_parts(len(experts), math.ceil(len(experts) / at_once))
+    chunks = [experts[part.start : part.stop] for part in parts]
+    return [chunks[i : i + DOWN_CHUNKS] for i in range(0, len(chunks), DOWN_CHUNKS)]
 
 
 @dataclass
@@ -266,6 +264,12 @@ class LayerExperts:
                 if (rows := smoothing.rows(self._name(expert, "up_proj"))) is not None:
                     up /= rows[:, None]
 
+    def _scale_down(self, experts: range, weights: torch.Tensor) -> None:
+        """Scale the columns of down projections for what they read."""
+        smoothing = self.search.smoothing
+        for expert, weight in zip(experts, weights, strict=True):
+            weight.copy_(smoothing.apply(self._name(expert, "down_proj") + ".weight", weight))
+
     def _on_device(self, dispatch: Dispatch) -> Iterator[tuple[int, dict[str, Stored]]]:
         """Experts that tokens reach, and their stacks where they are needed: the next expert's are
         copied there while one is at work."""
@@ -288,12 +292,6 @@ class LayerExperts:
             stacks = ahead.pop()
             copy(reached[place + 1 : place + 2])
             yield expert, stacks
-
-    def _scale_down(self, experts: range, weights: torch.Tensor) -> None:
-        """Scale the columns of down projections for what they read."""
-        smoothing = self.search.smoothing
-        for expert, weight in zip(experts, weights, strict=True):
-            weight.copy_(smoothing.apply(self._name(expert, "down_proj") + ".weight", weight))
 
     def _decoded(self, stack: Stored) -> torch.Tensor:
         stack = _moved(stack, self.runner.device)

@@ -24,9 +24,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
+
+from halfbyte.ranks import even_parts
 
 IDENTITY = 2.0
 """What is added to the diagonal of G, relative to its mean."""
@@ -71,10 +72,9 @@ def row_feedback(metric: torch.Tensor, blocks: int = BLOCKS) -> RowFeedback:
     order = metric.diagonal().argsort(stable=True)
     lower = torch.linalg.cholesky(metric[order][:, order])
     blocks = min(blocks, len(order))
-    edges = [len(order) * block // blocks for block in range(blocks + 1)]
     rows, shifts = [], []
-    for start, stop in reversed(list(pairwise(edges))):
-        block = slice(start, stop)
+    for part in reversed(even_parts(len(order), blocks)):
+        block, stop = slice(part.start, part.stop), part.stop
         shift = torch.linalg.solve_triangular(
             lower[block, block], lower[stop:, block], upper=False, left=False
         )
