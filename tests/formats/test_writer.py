@@ -96,6 +96,15 @@ def write_all(folder: Path, plan: Plan, start: int = 0) -> None:
         writer.finish({"model_type": "x"}, {"report": 1, "shards": writer.shard_hashes()})
 
 
+def written_and_new(tmp_path: Path, plan: Plan) -> tuple[Path, Path]:
+    """A folder with all of the plan in it, and one that is prepared for it."""
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    for folder in (whole, out):
+        prepare_folder(folder, plan, resume=False, overwrite=False)
+    write_all(whole, plan)
+    return whole, out
+
+
 @pytest.fixture
 def plan(tmp_path: Path) -> Plan:
     return make_plan(tmp_path / "source")
@@ -262,10 +271,7 @@ def test_two_processes_cannot_write_one_folder(tmp_path: Path, plan: Plan) -> No
 
 
 def test_processes_of_one_run_write_together(tmp_path: Path, plan: Plan) -> None:
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    for folder in (whole, out):
-        prepare_folder(folder, plan, resume=False, overwrite=False)
-    write_all(whole, plan)
+    whole, out = written_and_new(tmp_path, plan)
     assert list(plan.shards[0].offsets) == ["embed.weight"]
     with CheckpointWriter(out, plan, IDENTITY, plan.units[:1]) as first:
         with CheckpointWriter(out, plan, IDENTITY, plan.units[1:], joins=True) as second:
@@ -580,10 +586,7 @@ def test_the_state_is_named_by_the_commit_and_may_change_after_it_was_saved(
 
 def test_a_held_unit_becomes_final_with_the_next_one(tmp_path: Path, plan: Plan) -> None:
     """Until then no shard gets its final name, and who resumes does the unit again."""
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    for folder in (whole, out):
-        prepare_folder(folder, plan, resume=False, overwrite=False)
-    write_all(whole, plan)
+    whole, out = written_and_new(tmp_path, plan)
     first, *rest = plan.units
     with CheckpointWriter(out, plan, IDENTITY) as writer:
         write_unit(writer, first)
@@ -605,10 +608,7 @@ def test_rows_of_a_tensor_may_come_one_after_the_other(
     tmp_path: Path, plan: Plan, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writebehind, "PIECE", piece)
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    for folder in (whole, out):
-        prepare_folder(folder, plan, resume=False, overwrite=False)
-    write_all(whole, plan)
+    whole, out = written_and_new(tmp_path, plan)
     with CheckpointWriter(out, plan, IDENTITY) as writer:
         for unit in plan.units:
             for planned in unit.tensors:
@@ -633,10 +633,7 @@ def test_tensors_written_together_lie_where_they_would(
 ) -> None:
     """Of several shards and units at once, in no order, with a gap that is filled later."""
     monkeypatch.setattr(writebehind, "PIECE", piece)
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    for folder in (whole, out):
-        prepare_folder(folder, plan, resume=False, overwrite=False)
-    write_all(whole, plan)
+    whole, out = written_and_new(tmp_path, plan)
     late = "layers.0.b.weight"
     with CheckpointWriter(out, plan, IDENTITY) as writer:
         writer.write_together({n: t for n, t in reversed(TENSORS.items()) if n != late})
