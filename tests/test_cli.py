@@ -342,9 +342,10 @@ def test_the_gate_writes_what_others_read(quantize: Quantize, tmp_path: Path) ->
     assert summary.read_text().startswith("before\n### Accuracy gate: pass\n")
     lines = [json.loads(line) for line in flips.read_text().splitlines()]
     assert [(line["baseline"], line["candidate"]) for line in lines] == [(1, 0)] * 3
-    missing = quantize(*words[:-1], tmp_path / "absent" / "flips.jsonl")
+    absent = tmp_path / "absent" / "flips.jsonl"
+    missing = quantize(*words[:-1], absent)
     assert missing.exit_code == 1
-    assert "cannot write" in missing.stderr
+    assert f"No such file or directory: {absent}" in missing.stderr
 
 
 def test_demo_ends_with_one_table_and_the_verdict(

@@ -16,7 +16,7 @@ from halfbyte.commands.options import (
     Verbose,
     open_console,
 )
-from halfbyte.errors import OutputError, UsageError
+from halfbyte.errors import UsageError
 
 
 def evaluate(
@@ -160,20 +160,22 @@ def gate(
     from halfbyte.evals.gate import gate as judge
     from halfbyte.evals.policy import load_policy
     from halfbyte.evals.report import EvalReport
+    from halfbyte.formats.files import write_atomic
 
     console = open_console(json, quiet)
     rule = load_policy(policy, margin)
     reports = EvalReport.read(baseline), EvalReport.read(candidate)
     verdict = judge(*reports, rule)
     if output is not None:
-        _save(output, dumps(verdict.to_json(), indent=2) + "\n")
+        write_atomic(output, dumps(verdict.to_json(), indent=2).encode() + b"\n")
     if junit is not None:
-        _save(junit, outputs.junit(verdict).decode())
+        write_atomic(junit, outputs.junit(verdict))
     if flips is not None:
         found = outputs.flips(*reports) if verdict.rows else ()
-        _save(flips, "".join(dumps(flip) + "\n" for flip in found))
+        write_atomic(flips, "".join(dumps(flip) + "\n" for flip in found).encode())
     if summary is not None:
-        _save(summary, outputs.markdown(verdict), append=True)
+        with summary.open("a", encoding="utf-8") as file:
+            file.write(outputs.markdown(verdict))
     if verdict.rows:
         console.table(scores.gate_table(verdict))
         console.line()
@@ -181,20 +183,6 @@ def gate(
         console.line(line)
     console.result(verdict.to_json())
     raise typer.Exit(verdict.exit_code)
-
-
-def _save(path: Path, text: str, *, append: bool = False) -> None:
-    """Raises OutputError when that cannot be done."""
-    from halfbyte.formats.files import write_atomic
-
-    try:
-        if append:
-            with path.open("a", encoding="utf-8") as file:
-                file.write(text)
-        else:
-            write_atomic(path, text.encode())
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def demo(

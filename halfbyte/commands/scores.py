@@ -100,6 +100,8 @@ def gate_table(verdict: GateVerdict) -> Table:
 
 def gate_lines(verdict: GateVerdict) -> list[str]:
     """The verdict and every reason for it."""
+    from halfbyte.evals.outputs import points
+
     policy = verdict.policy
     asked = f"policy {policy.name}: a task may drop by {policy.margin:g} points"
     if policy.rule == "paired":
@@ -109,10 +111,7 @@ def gate_lines(verdict: GateVerdict) -> list[str]:
         )
     lines = [f"gate: {verdict.verdict} ({asked})"]
     if verdict.mean is not None:
-        mean = verdict.mean.change
-        lines.append(
-            f"mean change {mean.estimate:+.2f} points ({mean.low:+.2f} to {mean.high:+.2f})"
-        )
+        lines.append(f"mean change in points: {points(verdict.mean.change)}")
     return [*lines, *(f"- {reason}" for reason in verdict.reasons)]
 
 

@@ -31,6 +31,7 @@ from halfbyte.evals.statistics import (
     mean_interval,
     one_sided,
     score_interval,
+    times_needed,
 )
 
 GATE_SCHEMA = 1
@@ -190,7 +191,7 @@ def _paired(rows: Sequence[GateRow], policy: Policy) -> GateVerdict:
 def _judged(row: GateRow, policy: Policy) -> GateRow:
     """A deciding row with the verdict on its task."""
     assert row.adjusted_p is not None
-    if row.drop_points > Fraction(str(policy.task_margin)):
+    if row.drop_points > policy.exact_task_margin:
         reason = f"{_drop(row)}, more than {policy.task_margin:g}"
         return replace(row, verdict="fail", reason=reason)
     if row.drop_points >= policy.exact_margin and row.adjusted_p < policy.significance:
@@ -247,13 +248,9 @@ def _mean_doubt(change: Interval, tasks: int, policy: Policy) -> str:
         f"the mean of {tasks} tasks may drop by up to {-change.low:.2f} points, "
         f"{policy.margin:g} are allowed"
     )
-    distance = change.estimate + policy.margin
-    if distance <= 0:
+    if change.estimate <= -policy.margin:
         return f"{text}; it does drop by that much, so more items are likely to fail it"
-    # Limits come closer with the root of the items.
-    one = items_needed(1.0, 1.0, confidence=_two_sided(policy), power=0.5)
-    both = items_needed(1.0, 1.0, confidence=_two_sided(policy), power=policy.power)
-    times = ((change.estimate - change.low) / distance) ** 2 * max(1.0, both / one)
+    times = times_needed(change, -policy.margin, confidence=_two_sided(policy), power=policy.power)
     return f"{text}; about {math.ceil(10 * times) / 10:g} times as many items would decide"
 
 

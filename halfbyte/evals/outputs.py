@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 from halfbyte.evals.gate import GateRow, GateVerdict
 from halfbyte.evals.report import EvalReport
+from halfbyte.evals.statistics import Interval
 
 ROWS_SHOWN = 200
 """Rows and reasons of a summary at most: pages that show one take a megabyte."""
@@ -57,7 +58,7 @@ def markdown(verdict: GateVerdict) -> str:
     lines = [f"### Accuracy gate: {verdict.verdict}", "", f"Policy {_cell(verdict.policy.name)}:"]
     lines[-1] += f" {_cell(verdict.policy.description)}."
     if verdict.mean is not None:
-        lines += ["", f"Mean change {_points(verdict.mean.change)}."]
+        lines += ["", f"Mean change {points(verdict.mean.change)}."]
     if verdict.reasons:
         lines += ["", *(f"- {_cell(reason)}" for reason in verdict.reasons[:ROWS_SHOWN])]
     if verdict.rows:
@@ -90,10 +91,11 @@ def _markdown_row(row: GateRow) -> str:
     scores = (f"{float(100 * total / row.count):.2f}" for total in (row.baseline, row.candidate))
     cells = (_cell(row.task), _cell(row.metric), f"{row.count:,}", *scores)
     verdict = f"**{row.verdict}**" if row.verdict not in (None, "pass") else row.verdict or ""
-    return f"| {' | '.join(cells)} | {_points(row.change)} | {row.lost} : {row.won} | {verdict} |"
+    return f"| {' | '.join(cells)} | {points(row.change)} | {row.lost} : {row.won} | {verdict} |"
 
 
-def _points(change: Any) -> str:
+def points(change: Interval) -> str:
+    """A change in points and its limits, as people read it."""
     return f"{change.estimate:+.2f} ({change.low:+.2f} to {change.high:+.2f})"
 
 

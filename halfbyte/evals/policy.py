@@ -61,6 +61,11 @@ class Policy:
         """The margin as it is written: 0.8 is four fifths."""
         return Fraction(str(self.margin))
 
+    @property
+    def exact_task_margin(self) -> Fraction:
+        """The same of a single task's."""
+        return Fraction(str(self.task_margin))
+
 
 def load_policy(name_or_path: str, margin: float | None = None) -> Policy:
     """A policy of the package by its name, or of a YAML file, with another margin if one is given.

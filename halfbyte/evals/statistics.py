@@ -123,12 +123,21 @@ def macro_interval(intervals: Sequence[Interval]) -> Interval:
 def items_needed(discordant: float, distance: float, *, confidence: float, power: float) -> int:
     """Items that show, with probability `power`, that a difference is above a limit which it is
     `distance` above, when a share `discordant` of them is lost or won."""
-    if discordant <= 0:
-        return 1
+    deviation = math.sqrt(discordant)  # of the difference in one item
+    return math.ceil(_items(deviation, distance, confidence, power)) or 1
+
+
+def times_needed(interval: Interval, limit: float, *, confidence: float, power: float) -> float:
+    """Times as many items that show it, with that probability, of a difference whose interval of
+    this confidence is known."""
+    deviation = (interval.estimate - interval.low) / _quantile(confidence)
+    return _items(deviation, interval.estimate - limit, confidence, power)
+
+
+def _items(deviation: float, distance: float, confidence: float, power: float) -> float:
     if distance <= 0:
         raise ValueError(f"nothing shows a difference above a limit {distance} away")
-    z = _quantile(confidence) + _NORMAL.inv_cdf(power)
-    return math.ceil(discordant * (z / distance) ** 2)
+    return (deviation * (_quantile(confidence) + _NORMAL.inv_cdf(power)) / distance) ** 2
 
 
 def _quantile(confidence: float) -> float:

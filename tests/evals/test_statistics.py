@@ -17,6 +17,7 @@ from halfbyte.evals.statistics import (
     mcnemar,
     mean_interval,
     score_interval,
+    times_needed,
 )
 
 stats = pytest.importorskip("scipy.stats")
@@ -168,3 +169,13 @@ def test_items_needed_are_the_published_ones(
     assert items_needed(0.0, margin, confidence=0.9, power=0.8) == 1
     with pytest.raises(ValueError, match="nothing shows"):
         items_needed(0.05, 0.0, confidence=0.9, power=0.8)
+
+
+def test_times_needed_are_those_of_items_needed() -> None:
+    """Of a mean over so many items, whose interval is that of the discordant share."""
+    discordant, count, estimate, margin = 0.05, 1319, -0.002, 0.008
+    half = stats.norm.ppf(0.95) * math.sqrt(discordant / count)
+    interval = Interval(estimate, estimate - half, estimate + half)
+    times = times_needed(interval, -margin, confidence=0.9, power=0.8)
+    needed = items_needed(discordant, estimate + margin, confidence=0.9, power=0.8)
+    assert times * count == pytest.approx(needed, rel=1e-3)
