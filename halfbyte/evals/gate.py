@@ -25,13 +25,14 @@ from halfbyte.evals.report import EvalReport, MetricScores, TaskScores, TaskSett
 from halfbyte.evals.statistics import (
     Interval,
     holm,
-    items_needed,
     macro_interval,
     mcnemar,
     mean_interval,
+    narrowed,
     one_sided,
     score_interval,
     times_needed,
+    with_power,
 )
 
 GATE_SCHEMA = 1
@@ -62,6 +63,8 @@ class GateRow:
     confidence each."""
     p_value: float
     """How likely at least this drop is when nothing changed."""
+    right_or_wrong: bool = True
+    """Whether an item counts 1 or 0; otherwise it may count anything."""
     adjusted_p: float | None = None
     """The same for testing all tasks together; None for a metric that does not decide."""
     verdict: Verdict | None = None
@@ -179,12 +182,12 @@ def _paired(rows: Sequence[GateRow], policy: Policy) -> GateVerdict:
     mean = MeanChange(change, "pass", None)
     if change.high < -policy.margin:
         reason = (
-            f"the mean of {len(deciding)} tasks drops by {-change.estimate:.3f} points, "
+            f"the mean of {_tasks_of(deciding)} drops by {-change.estimate:.3f} points, "
             f"with confidence by more than {-change.high:.3f}; {policy.margin:g} are allowed"
         )
         mean = MeanChange(change, "fail", reason)
     elif change.low <= -policy.margin:
-        mean = MeanChange(change, "inconclusive", _mean_doubt(change, len(deciding), policy))
+        mean = MeanChange(change, "inconclusive", _mean_doubt(change, deciding, policy))
     return _verdict(judged, policy, mean)
 
 
@@ -230,28 +233,46 @@ def _task_doubt(row: GateRow, policy: Policy) -> str:
         f"{row.task} {row.metric} may drop by up to {-row.change.low:.2f} points, "
         f"{policy.task_margin:g} are allowed"
     )
-    distance = (row.change.estimate + policy.task_margin) / 100
-    if distance <= 0:
-        return f"{text}; it does drop by that much, so more items are likely to fail it"
-    needed = items_needed(
-        max(row.lost + row.won, 1) / row.count,
-        distance,
-        confidence=_two_sided(policy),
-        power=policy.power,
-    )
-    return f"{text}; about {max(needed, row.count + 1):,} items would decide, it has {row.count:,}"
+    times = times_needed(lambda more: _at(row, more, policy), -policy.task_margin)
+    if times == math.inf:
+        return f"{text}; {_NO_NUMBER}"
+    needed = math.ceil(times * row.count)
+    return f"{text}; about {needed:,} items would decide, it has {row.count:,}"
 
 
-def _mean_doubt(change: Interval, tasks: int, policy: Policy) -> str:
+def _mean_doubt(change: Interval, rows: Sequence[GateRow], policy: Policy) -> str:
     """The same of the mean of all tasks."""
     text = (
-        f"the mean of {tasks} tasks may drop by up to {-change.low:.2f} points, "
+        f"the mean of {_tasks_of(rows)} may drop by up to {-change.low:.2f} points, "
         f"{policy.margin:g} are allowed"
     )
-    if change.estimate <= -policy.margin:
-        return f"{text}; it does drop by that much, so more items are likely to fail it"
-    times = times_needed(change, -policy.margin, confidence=_two_sided(policy), power=policy.power)
+    times = times_needed(
+        lambda more: macro_interval([_at(row, more, policy) for row in rows]), -policy.margin
+    )
+    if times == math.inf:
+        return f"{text}; {_NO_NUMBER}"
     return f"{text}; about {math.ceil(10 * times) / 10:g} times as many items would decide"
+
+
+_NO_NUMBER = "it does drop by that much, so more items are likely to fail it"
+
+
+def _tasks_of(rows: Sequence[GateRow]) -> str:
+    return f"{len(rows)} task{'s' if len(rows) > 1 else ''}"
+
+
+def _at(row: GateRow, more: float, policy: Policy) -> Interval:
+    """The change of a task of `more` times as many items that are answered alike, with limits that
+    the next measurement keeps with the policy's power."""
+    wide = with_power(_two_sided(policy), policy.power)
+    if row.right_or_wrong:
+        lost, won, count = more * row.lost, more * row.won, more * row.count
+        return _in_points(score_interval(lost, won, count, wide))
+    return narrowed(row.change, _two_sided(policy), wide, more)
+
+
+def _in_points(share: Interval) -> Interval:
+    return Interval(100 * share.estimate, 100 * share.low, 100 * share.high)
 
 
 def _two_sided(policy: Policy) -> float:
@@ -332,7 +353,8 @@ def _row(
     better = [sign * (b - a) for a, b in zip(ours.values, theirs.values, strict=True)]
     lost, won = sum(value < 0 for value in better), sum(value > 0 for value in better)
     confidence = _two_sided(policy)
-    if {*ours.values, *theirs.values} <= {0.0, 1.0}:
+    right_or_wrong = {*ours.values, *theirs.values} <= {0.0, 1.0}
+    if right_or_wrong:
         share = score_interval(lost, won, ours.count, confidence)
         p_value = mcnemar(lost, won)
     else:
@@ -348,8 +370,9 @@ def _row(
         lost=lost,
         won=won,
         higher_is_better=ours.higher_is_better,
-        change=Interval(100 * share.estimate, 100 * share.low, 100 * share.high),
+        change=_in_points(share),
         p_value=p_value,
+        right_or_wrong=right_or_wrong,
     )
 
 

@@ -82,7 +82,8 @@ def load_policy(name_or_path: str, margin: float | None = None) -> Policy:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise UsageError(f"--policy {path}: {error}") from error
+            reason = getattr(error, "strerror", None) or error
+            raise UsageError(f"--policy {path}: {reason}") from error
     else:
         raise UsageError(
             f"--policy {name_or_path}: there is no such policy",
@@ -94,9 +95,12 @@ def load_policy(name_or_path: str, margin: float | None = None) -> Policy:
             optional = {f: getattr(_DEFAULTS, f) for f in _OPTIONAL if f not in record}
             record = {**record, **optional}
         policy = decode(Policy, record)
-        return policy if margin is None else replace(policy, margin=margin)
     except (yaml.YAMLError, RecursionError, EvaluationError) as error:
         raise UsageError(f"--policy {name_or_path}: {error}") from error
+    try:
+        return policy if margin is None else replace(policy, margin=margin)
+    except EvaluationError as error:
+        raise UsageError(f"--margin {margin:g}: {error}") from error
 
 
 _DEFAULTS = Policy(POLICY_SCHEMA, "", "", "plain", 0.0)

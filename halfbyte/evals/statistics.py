@@ -7,13 +7,15 @@ tells whether it got worse are these *discordant* items alone: those it lost and
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
 _NORMAL = NormalDist()
 _STEPS = 60
 """Halvings of [-1, 1]: beyond what a float holds."""
+_MANY = 1e6
+"""Times as many items: more than anybody has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def score_interval(lost: int, won: int, count: int, confidence: float) -> Interval:
+def score_interval(lost: float, won: float, count: float, confidence: float) -> Interval:
     """Two-sided score interval of a paired difference of shares (Tango 1998, Statistics in Medicine
     17:891), of `count` items that are right or wrong. It holds its level with few discordant items,
     where the usual one does not."""
@@ -71,7 +73,7 @@ def score_interval(lost: int, won: int, count: int, confidence: float) -> Interv
     return Interval(estimate, limit(-1.0, 1), limit(1.0, -1))
 
 
-def _score(lost: int, won: int, count: int, difference: float) -> float:
+def _score(lost: float, won: float, count: float, difference: float) -> float:
     """How many standard errors `won - lost` is above what `difference` lets expect, these being
     those of the most likely shares with that difference."""
     a = 2 * count
@@ -120,24 +122,29 @@ def macro_interval(intervals: Sequence[Interval]) -> Interval:
     return Interval(estimate, estimate - below, estimate + above)
 
 
-def items_needed(discordant: float, distance: float, *, confidence: float, power: float) -> int:
-    """Items that show, with probability `power`, that a difference is above a limit which it is
-    `distance` above, when a share `discordant` of them is lost or won."""
-    deviation = math.sqrt(discordant)  # of the difference in one item
-    return math.ceil(_items(deviation, distance, confidence, power)) or 1
+def times_needed(interval: Callable[[float], Interval], limit: float) -> float:
+    """Times as many items, answered alike, that put the lower limit of a difference above `limit`;
+    `interval` gives it for so many times. Infinity when no number of them would."""
+    few, many = 1.0, _MANY
+    if interval(many).low <= limit:
+        return math.inf
+    for _ in range(_STEPS):
+        middle = math.sqrt(few * many)
+        few, many = (few, middle) if interval(middle).low > limit else (middle, many)
+    return many
 
 
-def times_needed(interval: Interval, limit: float, *, confidence: float, power: float) -> float:
-    """Times as many items that show it, with that probability, of a difference whose interval of
-    this confidence is known."""
-    deviation = (interval.estimate - interval.low) / _quantile(confidence)
-    return _items(deviation, interval.estimate - limit, confidence, power)
+def narrowed(interval: Interval, confidence: float, other: float, times: float) -> Interval:
+    """A symmetric interval of this confidence as one of another, of so many times as many items."""
+    half = interval.estimate - interval.low
+    half *= _quantile(other) / _quantile(confidence) / math.sqrt(times)
+    return Interval(interval.estimate, interval.estimate - half, interval.estimate + half)
 
 
-def _items(deviation: float, distance: float, confidence: float, power: float) -> float:
-    if distance <= 0:
-        raise ValueError(f"nothing shows a difference above a limit {distance} away")
-    return (deviation * (_quantile(confidence) + _NORMAL.inv_cdf(power)) / distance) ** 2
+def with_power(confidence: float, power: float) -> float:
+    """The confidence of the interval that must exclude a limit for one of `confidence` to do so
+    with probability `power` when the same is measured again."""
+    return 2 * _NORMAL.cdf(_quantile(confidence) + _NORMAL.inv_cdf(power)) - 1
 
 
 def _quantile(confidence: float) -> float:

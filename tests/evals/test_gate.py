@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -266,9 +267,7 @@ def test_nothing_changed_passes_when_there_are_items_enough() -> None:
     assert paired(336, 0, 0).verdict == "pass"
     verdict = paired(335, 0, 0)
     assert verdict.verdict == "inconclusive"
-    assert (
-        "the mean of 1 tasks may drop by up to 0.80 points, 0.8 are allowed" in verdict.reasons[0]
-    )
+    assert "the mean of 1 task may drop by up to 0.80 points, 0.8 are allowed" in verdict.reasons[0]
 
 
 def test_a_significant_drop_of_the_margin_fails() -> None:
@@ -309,8 +308,18 @@ def test_many_small_drops_fail_by_their_mean() -> None:
 def test_a_doubtful_task_says_how_many_items_would_decide() -> None:
     verdict = paired(200, 4, 4)
     assert verdict.verdict == "inconclusive"
-    # 6.18 x 0.04 / 0.02² = 618
-    assert "about 619 items would decide, it has 200" in verdict.reasons[0]
+    # 6.18 x 0.04 / 0.02² = 618, and what the score interval asks for beyond that
+    found = re.search(r"about (\d+) items would decide, it has 200", verdict.reasons[0])
+    assert found is not None
+    assert 618 < int(found[1]) < 1.4 * 618
+    # As many more, answered alike, are enough.
+    more = int(found[1])
+    assert paired(more, more // 50, more // 50).rows[0].verdict == "pass"
+
+
+def test_where_nothing_changed_few_more_items_decide() -> None:
+    """6.18 / 0.008 - 6.18 = 767 items, not (4.3 / 0.8)² times as many."""
+    assert "about 12.8 times as many items would decide" in paired(60, 0, 0).reasons[1]
 
 
 def test_scores_that_are_not_right_or_wrong() -> None:

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from halfbyte.evals.statistics import (
     Interval,
     holm,
-    items_needed,
     macro_interval,
     mcnemar,
     mean_interval,
+    narrowed,
     score_interval,
     times_needed,
+    with_power,
 )
 
 stats = pytest.importorskip("scipy.stats")
@@ -53,7 +54,7 @@ def test_holm_is_the_closed_test_of_bonferroni(p_values: list[float]) -> None:
         assert found == pytest.approx(expected)
 
 
-def constrained_score(lost: int, won: int, count: int, difference: float) -> float:
+def constrained_score(lost: float, won: float, count: float, difference: float) -> float:
     """The score statistic with shares that maximise the likelihood, found by search."""
     same = count - lost - won
 
@@ -157,25 +158,36 @@ def test_macro_interval_of_symmetric_ones_is_that_of_the_mean() -> None:
 
 
 @pytest.mark.parametrize(
-    ("discordant", "margin", "expected"),
+    ("discordant", "margin", "published"),
     [(0.02, 0.008, 1933), (0.05, 0.008, 4831), (0.08, 0.008, 7729), (0.05, 0.01, 3092)],
 )
-def test_items_needed_are_the_published_ones(
-    discordant: float, margin: float, expected: int
+def test_times_needed_are_near_the_published_numbers(
+    discordant: float, margin: float, published: int
 ) -> None:
-    """n = 6.18 d / margin², one-sided 95 % with a power of 80 %."""
-    found = items_needed(discordant, margin, confidence=0.9, power=0.8)
-    assert found == pytest.approx(expected, rel=1e-3)
-    assert items_needed(0.0, margin, confidence=0.9, power=0.8) == 1
-    with pytest.raises(ValueError, match="nothing shows"):
-        items_needed(0.05, 0.0, confidence=0.9, power=0.8)
+    """n = 6.18 d / margin², one-sided 95 % with a power of 80 %, for flips both ways alike: where
+    they are many beside the margin. The score, by brute force, is the quantile there."""
+    count = 200
+    flips = discordant * count / 2
+    wide = with_power(0.9, 0.8)
+    times = times_needed(lambda k: score_interval(k * flips, k * flips, k * count, wide), -margin)
+    many, z = times * count, stats.norm.ppf(0.95) + stats.norm.ppf(0.8)
+    assert published < many < published * (1 + margin / discordant)
+    flips = discordant * many / 2
+    assert constrained_score(flips, flips, many, -margin) == pytest.approx(z, rel=1e-4)
 
 
-def test_times_needed_are_those_of_items_needed() -> None:
-    """Of a mean over so many items, whose interval is that of the discordant share."""
-    discordant, count, estimate, margin = 0.05, 1319, -0.002, 0.008
-    half = stats.norm.ppf(0.95) * math.sqrt(discordant / count)
-    interval = Interval(estimate, estimate - half, estimate + half)
-    times = times_needed(interval, -margin, confidence=0.9, power=0.8)
-    needed = items_needed(discordant, estimate + margin, confidence=0.9, power=0.8)
-    assert times * count == pytest.approx(needed, rel=1e-3)
+def test_times_needed_where_nothing_changed() -> None:
+    """Wilson's limit z² / (n + z²): it comes closer with the items, not with their root."""
+    z = stats.norm.ppf(0.95) + stats.norm.ppf(0.8)
+    wide = with_power(0.9, 0.8)
+    assert stats.norm.ppf((1 + wide) / 2) == pytest.approx(z)
+    times = times_needed(lambda k: score_interval(0, 0, 60 * k, wide), -0.008)
+    assert 60 * times == pytest.approx(z**2 / 0.008 - z**2, rel=1e-6)
+    assert times_needed(lambda k: score_interval(2 * k, 0, 100 * k, wide), -0.01) == math.inf
+
+
+def test_narrowed_intervals_are_those_of_more_items() -> None:
+    half = stats.norm.ppf(0.95) * 0.3 / math.sqrt(50)
+    found = narrowed(Interval(0.1, 0.1 - half, 0.1 + half), 0.9, 0.95, 4)
+    expected = stats.norm.interval(0.95, loc=0.1, scale=0.3 / math.sqrt(200))
+    assert (found.low, found.high) == pytest.approx(expected)
