@@ -13,10 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from halfbyte.core import Placement, Plan, RunReport, Settings
+from halfbyte.formats.budgets import COPYING
 from halfbyte.formats.checkpoint import open_checkpoint
+from halfbyte.formats.shards import Checks, Request, ShardReader
+from halfbyte.formats.weights import logical_weights
 from halfbyte.kernels.reference import unpack_int4
 from halfbyte.quantize import pipeline
 from halfbyte.quantize.plan import make_plan
@@ -120,6 +123,25 @@ def test_no_byte_depends_on_where_data_waits(
         memory = replace(plan.memory, placement=placement)
         run(replace(plan, memory=memory), tmp_path / str(number))
         assert weights(tmp_path / str(number)) == weights(tmp_path / "as planned")
+
+
+def test_page_locked_memory_is_bounded_while_a_gpu_is_busy(tmp_path: Path) -> None:
+    weights = {f"{n}.weight": torch.full((2048, 2048), n, dtype=torch.bfloat16) for n in range(64)}
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "glm_moe_dsa"}')
+    checkpoint, budget, checks = open_checkpoint(tmp_path), 64 << 20, Checks()
+    stored = logical_weights(checkpoint).values()
+    order = [Request(weight.parts["weight"]) for weight in stored]
+    torch._C._host_emptyCache()
+    before = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    with ShardReader(checkpoint) as reader, reader.read_ahead(order, "cuda:0", budget):
+        torch.cuda._sleep(1_000_000_000)  # half a second, in which no copy can begin
+        read = [reader.read_weight(weight, torch.bfloat16, "cuda:0", checks) for weight in stored]
+    checks.settle()
+    used = torch.cuda.host_memory_stats()["allocated_bytes.current"] - before
+    assert budget < used <= budget + COPYING + (16 << 20)
+    for weight, tensor in zip(stored, read, strict=True):
+        assert (tensor == int(weight.name.split(".")[0])).all()
 
 
 def test_kill_dash_nine_and_resume(source: Path, tmp_path: Path) -> None:

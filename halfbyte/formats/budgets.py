@@ -11,6 +11,9 @@ DISK_THREADS = 4
 """Requests under way at once. One does not keep a fast disk busy."""
 PIECE = 16 << 20
 """What large tensors are copied and written in."""
+COPYING = 1 << 28
+"""Bytes of weights that may be on their way to a GPU: asked for, so they no longer count as read
+ahead, but still in memory of the host."""
 
 
 ON_CPU = Streams()

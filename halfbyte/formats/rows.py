@@ -26,6 +26,7 @@ from halfbyte.core import Place
 from halfbyte.errors import OutputError
 from halfbyte.formats.budgets import PIECE
 from halfbyte.formats.files import read_at, write_at
+from halfbyte.formats.pagelock import lock_pages
 from halfbyte.formats.writebehind import explained
 from halfbyte.units import format_bytes
 
@@ -194,7 +195,7 @@ def new_rows(
     if place == "device" or (place == "host" and device.type == "cpu"):
         return InMemory(torch.empty(*shape, dtype=dtype, device=device))
     if place == "host":
-        return InMemory(_page_locked(torch.empty(*shape, dtype=dtype)), device)
+        return InMemory(lock_pages(torch.empty(*shape, dtype=dtype)), device)
     assert folder is not None
     nbytes, free = math.prod(shape) * dtype.itemsize, shutil.disk_usage(folder).free
     if nbytes > free:
@@ -219,16 +220,3 @@ def _readers() -> ThreadPoolExecutor:
 def _bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous host tensor that is not empty."""
     return tensor.view(-1).view(torch.uint8).numpy().data
-
-
-def _page_locked(tensor: torch.Tensor) -> torch.Tensor:
-    """Lock the pages of a large host tensor for as long as it lives, so that a GPU copies faster.
-
-    torch's own page-locked memory comes in powers of two: 13 GB would take 17.
-    """
-    tensor.zero_()  # by many threads: the driver would ask for the pages with one
-    runtime = torch.cuda.cudart()
-    place = tensor.data_ptr()
-    if int(runtime.cudaHostRegister(place, tensor.nbytes, 0)) == 0:
-        weakref.finalize(tensor, runtime.cudaHostUnregister, place)
-    return tensor

@@ -20,7 +20,7 @@ import torch
 from halfbyte.core import Checkpoint, StoredWeight, TensorInfo
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import int4
-from halfbyte.formats.budgets import PIECE
+from halfbyte.formats.budgets import COPYING, PIECE, page_locked
 from halfbyte.formats.files import read_at
 from halfbyte.formats.readahead import ByteRange, ReadAhead
 from halfbyte.kernels.reference import dequantize_fp8, dequantize_int4
@@ -71,6 +71,33 @@ class Request(NamedTuple):
     rows: tuple[int, int] | None = None
 
 
+class _Copies:
+    """Copies to a GPU from page-locked memory, which is used again when they are done.
+
+    The host, which only queues them, waits as soon as they hold more than `COPYING` bytes.
+    """
+
+    def __init__(self) -> None:
+        self._queued = 0
+        """Bytes since the last event."""
+        self._event: torch.cuda.Event | None = None
+        self._lock = Lock()
+
+    def queue(self, data: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+        """`data` on `device`, or on its way there."""
+        moved = data.to(device, non_blocking=True)
+        if moved.is_cuda and not data.is_cuda:
+            with self._lock:
+                self._queued += page_locked(data.nbytes)
+                if self._queued >= COPYING // 2:
+                    if self._event is not None:
+                        self._event.synchronize()
+                    self._event = torch.cuda.Event(blocking=True)
+                    self._event.record(torch.cuda.current_stream(moved.device))
+                    self._queued = 0
+        return moved
+
+
 class ShardReader:
     """Reads the tensors of a checkpoint. Safe to use from several threads; a context manager."""
 
@@ -79,6 +106,7 @@ class ShardReader:
         self._ahead: ReadAhead | None = None
         self._open: OrderedDict[str, _OpenShard] = OrderedDict()
         self._lock = Lock()
+        self._copies = _Copies()
 
     def __enter__(self) -> Self:
         return self
@@ -157,9 +185,7 @@ class ShardReader:
         """
         now = checks or Checks()
         # From page-locked memory, that is from reading ahead, the copy runs beside other work.
-        parts = {
-            key: self.read(info).to(device, non_blocking=True) for key, info in stored.parts.items()
-        }
+        parts = {k: self._copies.queue(self.read(i), device) for k, i in stored.parts.items()}
         if "scale" in parts:
             sign: Sign = "nonzero" if stored.encoding == "int4" else "positive"
             now.add(stored.parts["scale"], parts["scale"], sign)

@@ -8,7 +8,7 @@ more than a budget of bytes is on its way; beyond that the caller waits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 from halfbyte.core import ShardLayout
 from halfbyte.errors import OutputError
 from halfbyte.formats.background import Background
-from halfbyte.formats.budgets import PIECE, page_locked
+from halfbyte.formats.budgets import PIECE
 from halfbyte.formats.files import GrowingFile, PrefixHash
+from halfbyte.formats.pagelock import lock_pages
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +40,38 @@ class Target:
     prefix: PrefixHash = field(default_factory=PrefixHash, compare=False)
 
 
+class _Ring:
+    """Page-locked memory that is lent, and comes back, in one order.
+
+    torch's own allocator of such memory would take powers of two, and keep what it once had of
+    each of them: in the end nearly twice the budget.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        """`memory` is uint8 [capacity]."""
+        self._bytes = memory
+        self._next = 0
+
+    @classmethod
+    def locked(cls, capacity: int, device: str) -> _Ring:
+        import torch
+
+        with torch.cuda.device(device):
+            return cls(lock_pages(torch.empty(capacity, dtype=torch.uint8)))
+
+    def cost(self, size: int) -> int:
+        """Bytes until the end of the next `size` that lie together; at most the capacity."""
+        left = len(self._bytes) - self._next
+        return size if size <= left else left + size
+
+    def lend(self, size: int) -> torch.Tensor:
+        """The next bytes, uint8 [size]: their cost, and all lent before it, is within the
+        capacity, or they are the only ones."""
+        begin = self._next if self._next + size <= len(self._bytes) else 0
+        self._next = begin + size
+        return self._bytes[begin : begin + size]
+
+
 class WriteBehind:
     """Writes into the files of a folder with at most `budget` bytes on their way.
 
@@ -47,10 +80,17 @@ class WriteBehind:
     files.
     """
 
-    def __init__(self, folder: Path, budget: int) -> None:
+    def __init__(self, folder: Path, budget: int, device: str = "cpu") -> None:
+        """`device` is where tensors may come from."""
         self._folder = folder
         self._files: dict[Path, GrowingFile] = {}
         self._hasher = ThreadPoolExecutor(HASHERS, "hasher")
+        self._ring: Future[_Ring] | None = None
+        """For what comes from a GPU: locking gigabytes takes a second, so that begins now."""
+        if device.startswith("cuda") and budget:
+            self._ring = self._hasher.submit(_Ring.locked, max(budget, PIECE), device)
+        self._copied: torch.cuda.Event | None = None
+        """Done when the last copy into it is."""
         self._background = Background("writer", budget)
         self._committer = Background("committer", COMMITS)
 
@@ -64,9 +104,16 @@ class WriteBehind:
         """
         for pieces in _together([_bytes_of(tensor) for tensor in tensors]):
             size = sum(map(len, pieces))
-            cost = page_locked(size) if any(piece.is_cuda for piece in pieces) else size
-            self._background.reserve(cost)
-            data = _on_host(pieces, copy=borrowed)
+            if any(piece.is_cuda for piece in pieces):
+                assert self._ring is not None
+                ring = self._ring.result()
+                cost = ring.cost(size)
+                self._background.reserve(cost)
+                data = self._copied_to(ring.lend(size), pieces)
+            else:
+                cost = size
+                self._background.reserve(cost)
+                data = _on_host(pieces, copy=borrowed)
 
             def write(data: Callable[[], Sequence[memoryview]] = data, place: int = place) -> None:
                 file = self._open(target)
@@ -76,6 +123,27 @@ class WriteBehind:
 
             self.submit(write, cost)
             place += size
+
+    def _copied_to(
+        self, host: torch.Tensor, pieces: Sequence[torch.Tensor]
+    ) -> Callable[[], Sequence[memoryview]]:
+        """Copy bytes of a GPU into `host`; the result waits until they are there.
+
+        The GPU is not waited for: copies queue behind the work that the tensors come from.
+        """
+        import torch
+
+        for place, piece in zip(host.split([len(p) for p in pieces]), pieces, strict=True):
+            place.copy_(piece, non_blocking=True)
+        device = next(piece.device for piece in pieces if piece.is_cuda)
+        copied = self._copied = torch.cuda.Event(blocking=True)
+        copied.record(torch.cuda.current_stream(device))
+
+        def wait() -> Sequence[memoryview]:
+            copied.synchronize()
+            return [memoryview(host.numpy().data)]
+
+        return wait
 
     def submit(self, task: Callable[[], None], reserved: int = 0) -> None:
         """Append a task to what is done in the background."""
@@ -142,6 +210,9 @@ class WriteBehind:
             for file in self._files.values():
                 file.close()
             self._files.clear()
+            if self._copied is not None:
+                self._copied.synchronize()  # before the memory is given up
+            self._ring = None
 
     def _open(self, target: Target) -> GrowingFile:
         """The growing file, created with its header and full (sparse) size."""
@@ -194,25 +265,6 @@ def _together(parts: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _on_host(pieces: Sequence[torch.Tensor], *, copy: bool) -> Callable[[], Sequence[memoryview]]:
-    """Bytes in memory of the host; the result waits until they are there.
-
-    A GPU is not waited for: the copies queue behind the work that the tensors come from.
-    """
-    import torch
-
-    device = next((piece.device for piece in pieces if piece.is_cuda), None)
-    if device is None:
-        kept = [piece.clone() if copy else piece for piece in pieces]
-        return lambda: [memoryview(piece.numpy().data) for piece in kept]
-    sizes = [len(piece) for piece in pieces]
-    host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
-    for place, piece in zip(host.split(sizes), pieces, strict=True):
-        place.copy_(piece, non_blocking=True)
-    copied = torch.cuda.Event(blocking=True)
-    copied.record(torch.cuda.current_stream(device))
-
-    def wait() -> Sequence[memoryview]:
-        copied.synchronize()
-        return [memoryview(host.numpy().data)]
-
-    return wait
+    """Bytes in memory of the host as they are there, or copies of them."""
+    kept = [piece.clone() if copy else piece for piece in pieces]
+    return lambda: [memoryview(piece.numpy().data) for piece in kept]

