@@ -21,6 +21,7 @@ from halfbyte.errors import CheckpointError, UsageError
 from halfbyte.evals.gate import gate as judge
 from halfbyte.evals.policy import load_policy
 from halfbyte.evals.report import (
+    Answer,
     EvalReport,
     Item,
     MetricScores,
@@ -279,7 +280,9 @@ def evaluation(path: Path, right: int, of: int = 1000, task: str = "arithmetic")
     """Saves the scores of a made-up task with `right` answers right."""
     items = tuple(Item(task, i, f"{i:016x}", f"{i:016x}", f"{i:016x}") for i in range(of))
     values = tuple(float(i < right) for i in range(of))
-    scores = TaskScores(task, "1", items, (MetricScores("acc", "none", True, values),), "0" * 64)
+    metrics = (MetricScores("acc", "none", True, values),)
+    answers = tuple(Answer(f"{i:015x}{int(i < right)}") for i in range(of))
+    scores = TaskScores(task, "1", items, metrics, "0" * 64, answers, (), "0" * 64)
     settings = TaskSettings(None, 8, 1024, "float32", {"lm_eval": "0.4.13"})
     EvalReport("folder", "0" * 64, tasks=TaskResults(settings, (scores,))).write(path)
     return path

@@ -132,6 +132,12 @@ def gate(
         float | None,
         typer.Option("--margin", help="Points to allow instead of the policy's own."),
     ] = None,
+    again: Annotated[
+        Path | None,
+        typer.Option(
+            "--again", help="A second evaluation of the source: shows what chance alone does."
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Save the verdict here, as JSON.")
     ] = None,
@@ -165,7 +171,7 @@ def gate(
     console = open_console(json, quiet)
     rule = load_policy(policy, margin)
     reports = EvalReport.read(baseline), EvalReport.read(candidate)
-    verdict = judge(*reports, rule)
+    verdict = judge(*reports, rule, None if again is None else EvalReport.read(again))
     if output is not None:
         write_atomic(output, dumps(verdict.to_json(), indent=2).encode() + b"\n")
     if junit is not None:

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 
 from halfbyte.calibration.data import load_tokenizer
 from halfbyte.errors import EvaluationError
+from halfbyte.evals.answers import AnswerReader
 from halfbyte.evals.model import load_model
-from halfbyte.evals.report import Item, MetricScores, TaskResults, TaskScores, TaskSettings
+from halfbyte.evals.report import Answer, Item, MetricScores, TaskResults, TaskScores, TaskSettings
 from halfbyte.progress import Progress, SilentProgress
 
 PACKAGES = ("lm_eval", "transformers", "torch")
@@ -57,9 +58,10 @@ def run_tasks(
     with _private_lm_eval(tasks_dir):
         loaded, plan = _load_tasks(tasks_dir, tasks)
         model = load_model(checkpoint_path, dtype=dtype, device=device)
+        tokenizer = load_tokenizer(checkpoint_path)
         lm = _language_model(
             model,
-            load_tokenizer(checkpoint_path),
+            tokenizer,
             batch_size=batch_size,
             max_length=max_length or model.config.max_position_embeddings,
             progress=progress or SilentProgress(),
@@ -72,7 +74,8 @@ def run_tasks(
             dtype=dtype,
             versions={name: importlib.metadata.version(name) for name in PACKAGES},
         )
-        return TaskResults(settings, tuple(_scores(task, results) for task in plan))
+        reader = AnswerReader(tokenizer, lm.max_gen_toks)
+        return TaskResults(settings, tuple(_scores(task, results, reader) for task in plan))
 
 
 class _PlannedTask(NamedTuple):
@@ -234,33 +237,47 @@ def _evaluate(lm: Any, loaded: Mapping[str, Any], limit: int | None) -> Mapping[
     return results
 
 
-def _scores(task: _PlannedTask, results: Mapping[str, Any]) -> TaskScores:
+def _scores(task: _PlannedTask, results: Mapping[str, Any], reader: AnswerReader) -> TaskScores:
     """Pool the item values of a task's members, metric by metric and filter by filter."""
-    digest = hashlib.sha256()
+    digest, tokens = hashlib.sha256(), hashlib.sha256()
     items: list[Item] = []
+    answers: list[Answer] = []
+    generation: set[str] = set()
     values: dict[tuple[str, str], list[float]] = {}
     better: dict[tuple[str, str], bool] = {}
     for member in task.members:
-        samples = results["samples"][member]
-        filters = list(dict.fromkeys(sample["filter"] for sample in samples))
+        by_filter: dict[str, list[Any]] = {}
+        for sample in results["samples"][member]:
+            by_filter.setdefault(sample["filter"], []).append(sample)
         # lm-eval keeps metrics in the order of the YAML here.
         for metric, higher_is_better in results["higher_is_better"][member].items():
-            for name in filters:
-                found = [s.get(metric) for s in samples if s["filter"] == name]
+            for name, samples in by_filter.items():
                 pooled = values.setdefault((metric, name), [])
-                pooled += [_number(member, metric, value) for value in found]
+                pooled += [_number(member, metric, s.get(metric)) for s in samples]
                 better[metric, name] = higher_is_better
         digest.update(f"{member} {results['versions'][member]}\n".encode())
-        for sample in (s for s in samples if s["filter"] == filters[0]):
+        for filtered in zip(*by_filter.values(), strict=True):
+            sample = filtered[0]
             hashes = [sample[f"{part}_hash"] for part in ("doc", "prompt", "target")]
             digest.update("\n".join([str(sample["doc_id"]), *hashes, ""]).encode())
             items.append(Item(member, sample["doc_id"], *(text[:16] for text in hashes)))
+            answers.append(reader.answer(filtered))
+            tokens.update(reader.question(sample))
+            generation |= reader.generation(sample)
     metrics = tuple(
         MetricScores(metric, name, better[metric, name], tuple(found))
         for (metric, name), found in values.items()
     )
-    version = str(results["versions"].get(task.name))
-    return TaskScores(task.name, version, tuple(items), metrics, digest.hexdigest())
+    return TaskScores(
+        name=task.name,
+        version=str(results["versions"].get(task.name)),
+        items=tuple(items),
+        metrics=metrics,
+        items_sha256=digest.hexdigest(),
+        answers=tuple(answers),
+        generation=tuple(sorted(generation)),
+        tokens_sha256=tokens.hexdigest(),
+    )
 
 
 def _number(task: str, metric: str, value: Any) -> float:

@@ -21,7 +21,7 @@ from halfbyte.errors import EvaluationError
 from halfbyte.evals.record import decode, encode
 from halfbyte.formats.files import write_atomic
 
-EVALUATION_SCHEMA = 1
+EVALUATION_SCHEMA = 2
 SAMPLE_BYTES = 512
 
 
@@ -36,6 +36,23 @@ class Item(NamedTuple):
     """First 16 hexadecimal digits of SHA-256, as of `prompt` and `target`."""
     prompt: str
     target: str
+
+
+class Answer(NamedTuple):
+    """What the model made of a question, as far as it shows whether the evaluation worked."""
+
+    sha256: str
+    """First 16 hexadecimal digits, of the text or of the log-probabilities of the choices."""
+    choices: int = 0
+    """How many were scored; 0 where text was generated."""
+    spread: float = 0.0
+    """Log-probability of the likeliest choice less that of the least likely, in nats."""
+    tokens: int = 0
+    """Of the text."""
+    capped: bool = False
+    """Whether the text ends where the limit of tokens does."""
+    unread: tuple[str, ...] = ()
+    """Filters that found no answer in the text."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +110,12 @@ class TaskScores:
     """In the task's own order; the first is its primary metric."""
     items_sha256: str
     """Hash over the full content hashes of all items: equal for the same questions."""
+    answers: tuple[Answer, ...]
+    """To each item."""
+    generation: tuple[str, ...]
+    """How text was generated: stop strings, limit of tokens and the like, as JSON, once each."""
+    tokens_sha256: str
+    """Hash over the tokens of all prompts and choices: equal for the same tokenizer."""
 
     def __post_init__(self) -> None:
         if not self.metrics or not self.items:
@@ -105,6 +128,10 @@ class TaskScores:
                     f"task {self.name}: {metric.name} has {metric.count} values "
                     f"for {len(self.items)} items"
                 )
+        if len(self.answers) != len(self.items):
+            raise EvaluationError(
+                f"task {self.name} has {len(self.answers)} answers for {len(self.items)} items"
+            )
 
 
 @dataclass(frozen=True)
