@@ -34,6 +34,19 @@ def tasks_by_name(report: EvalReport) -> dict[str, TaskScores]:
 def defects(baseline: EvalReport, candidate: EvalReport, policy: Policy) -> Iterator[str]:
     """Every reason why a comparison would tell nothing."""
     yield from _texts_differ(baseline, candidate)
+    yield from differences(baseline, candidate)
+    ours, theirs = tasks_by_name(baseline), tasks_by_name(candidate)
+    for name in sorted(ours.keys() & theirs.keys()):
+        yield from _unusable(ours[name], theirs[name], policy)
+    if ours and baseline.fingerprint != candidate.fingerprint and _identical(ours, theirs):
+        yield (
+            "every answer is the same, though the checkpoints differ: the same model was asked "
+            "twice, or answers came from a cache"
+        )
+
+
+def differences(baseline: EvalReport, candidate: EvalReport) -> Iterator[str]:
+    """Every reason why the tasks of two evaluations were not the same, done in the same way."""
     if baseline.tasks is None or candidate.tasks is None:
         sides = {"baseline": baseline, "candidate": candidate}
         without = [side for side, report in sides.items() if report.tasks is None]
@@ -46,12 +59,6 @@ def defects(baseline: EvalReport, candidate: EvalReport, policy: Policy) -> Iter
         yield f"task {name} is only in the {'baseline' if name in ours else 'candidate'}"
     for name in sorted(ours.keys() & theirs.keys()):
         yield from _task_differs(ours[name], theirs[name])
-        yield from _unusable(ours[name], theirs[name], policy)
-    if baseline.fingerprint != candidate.fingerprint and _identical(ours, theirs):
-        yield (
-            "every answer is the same, though the checkpoints differ: the same model was asked "
-            "twice, or answers came from a cache"
-        )
 
 
 def remarkable(baseline: EvalReport, candidate: EvalReport) -> Iterator[str]:
