@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -17,6 +17,13 @@ from halfbyte.commands.options import (
     open_console,
 )
 from halfbyte.errors import UsageError
+
+if TYPE_CHECKING:
+    from halfbyte.evals.endpoint import Endpoint
+    from halfbyte.evals.engines import Backend
+
+BackendName = Literal["hf", "vllm", "sglang"]
+Api = Literal["openai", "sglang"]
 
 
 def evaluate(
@@ -32,7 +39,12 @@ def evaluate(
         int | None, typer.Option("--max-windows", min=1, help="Windows of text. [default: all]")
     ] = None,
     tasks: Annotated[
-        Path | None, typer.Option("--tasks", help="Folder of lm-eval tasks; their code is run.")
+        str | None,
+        typer.Option(
+            "--tasks",
+            metavar="DIR|NAME",
+            help="Folder of lm-eval tasks, whose code is run; or article, a set of lm-eval's own.",
+        ),
     ] = None,
     task: Annotated[
         list[str] | None,
@@ -41,7 +53,40 @@ def evaluate(
     limit: Annotated[
         int | None, typer.Option("--limit", min=1, help="Questions per task. [default: all]")
     ] = None,
-    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Questions at once.")] = 16,
+    backend: Annotated[
+        BackendName | None,
+        typer.Option(
+            "--backend", help="What answers the tasks: transformers, vLLM or SGLang. [default: hf]"
+        ),
+    ] = None,
+    backend_argument: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--backend-arg",
+            metavar="NAME=VALUE",
+            help="Argument of vllm or sglang, as tensor_parallel_size=8; may be repeated.",
+        ),
+    ] = None,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--endpoint", metavar="URL", help="Ask a running server that serves this checkpoint."
+        ),
+    ] = None,
+    api: Annotated[
+        Api | None, typer.Option("--api", help="What it speaks. [default: asks it]")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Name of the model there, if it has several.")
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            "--batch-size",
+            min=1,
+            help="Questions at once. [default: 16; 512 for vllm and sglang]",
+        ),
+    ] = None,
     max_length: Annotated[
         int | None,
         typer.Option(
@@ -50,16 +95,35 @@ def evaluate(
             help="Tokens of prompt and answer together. [default: the model's limit]",
         ),
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Save the evaluation, for `gate`.")
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-new-tokens",
+            min=1,
+            help="Tokens of an answer, where the task does not say. [default: 256, article 2048]",
+        ),
     ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="Save the evaluation, for `gate`; answers as they come beside it.",
+        ),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Use no answers of a run that was interrupted.")
+    ] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
     json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Measure perplexity, divergence from a baseline and task scores."""
+    """Measure perplexity, divergence from a baseline and task scores.
+
+    What was answered before an interruption is not asked again when the same command is repeated.
+    """
     from halfbyte.commands import scores
     from halfbyte.devices import resolve_device, resolve_dtype
 
@@ -72,16 +136,35 @@ def evaluate(
         raise UsageError("--baseline measures divergence on a text", hint="add --text")
     if task and tasks is None:
         raise UsageError("--task names a task of a folder", hint="add --tasks FOLDER")
+    if fresh and output is None:
+        raise UsageError("--fresh: answers are only kept beside a report", hint="add -o FILE")
+    if output is not None and output.is_dir():
+        raise UsageError(f"-o {output} is a folder", hint="name a file: -o evaluation.json")
+    elsewhere = _engine(backend, backend_argument, endpoint, api, model)
+    if tasks is None and (elsewhere is not None or max_new_tokens is not None):
+        raise UsageError("there are no tasks to answer", hint="add --tasks FOLDER")
+    if elsewhere is not None and text is None and device != "auto":
+        raise UsageError(
+            "--device is where transformers computes",
+            hint="leave it out; vLLM and SGLang use the GPUs of CUDA_VISIBLE_DEVICES",
+        )
+    if endpoint is not None and text is None and dtype != "auto":
+        raise UsageError("--dtype: a server computes as it was started", hint="leave it out")
+    from halfbyte.evals import engines, kept, suites
     from halfbyte.evals.harness import run_tasks
     from halfbyte.evals.report import EvalReport, checkpoint_fingerprint
     from halfbyte.evals.stream import evaluate_text
     from halfbyte.formats.checkpoint import open_checkpoint
 
-    if output is not None and output.is_dir():
-        raise UsageError(f"-o {output} is a folder", hint="name a file: -o evaluation.json")
-    device = resolve_device(device)
-    compute = resolve_dtype(dtype, device)
     fingerprint = checkpoint_fingerprint(open_checkpoint(checkpoint))
+    answers = kept.kept_path(output) if output is not None and tasks is not None else None
+    if fresh and answers is not None:
+        answers.unlink(missing_ok=True)
+    # An engine with an "auto" of its own may need the GPU as it is, without a context of ours.
+    compute: str = dtype
+    if elsewhere is None or text is not None:
+        device = resolve_device(device)
+        compute = resolve_dtype(dtype, device)
     text_metrics = task_results = None
     with console.working() as progress:
         if text is not None:
@@ -98,21 +181,57 @@ def evaluate(
         if tasks is not None:
             task_results = run_tasks(
                 checkpoint,
-                tasks,
+                suites.load_suite(tasks) if tasks in suites.NAMES else Path(tasks),
                 task,
+                engine=elsewhere or engines.TRANSFORMERS,
                 limit=limit,
                 batch_size=batch_size,
                 max_length=max_length,
+                max_new_tokens=max_new_tokens,
                 device=device,
-                dtype=compute,
+                dtype=dtype if elsewhere else compute,
+                answers=answers,
                 progress=progress,
             )
     report = EvalReport(str(checkpoint), fingerprint, text_metrics, task_results)
     if output is not None:
         report.write(output)
+    if answers is not None:
+        answers.unlink(missing_ok=True)
     for table in scores.evaluation_tables(report):
         console.table(table)
     console.result(report.to_json(), quiet=str(output or ""))
+
+
+def _engine(
+    backend: BackendName | None,
+    arguments: list[str] | None,
+    endpoint: str | None,
+    api: Api | None,
+    model: str | None,
+) -> Backend | Endpoint | None:
+    """What answers instead of transformers in this process; None if nothing does."""
+    from halfbyte.evals.endpoint import Endpoint, server_root
+    from halfbyte.evals.engines import Backend, parse_arguments
+
+    if endpoint is not None and (backend is not None or arguments):
+        raise UsageError(
+            "--endpoint asks a server, --backend computes in this process", hint="use one of them"
+        )
+    if endpoint is None and (api is not None or model is not None):
+        raise UsageError(
+            "--api and --model are about a server", hint="add --endpoint http://HOST:PORT"
+        )
+    if endpoint is not None:
+        server_root(endpoint)
+        return Endpoint(endpoint, api, model)
+    if backend in (None, "hf"):
+        if arguments:
+            raise UsageError(
+                "--backend-arg is for vLLM and SGLang", hint="add --backend vllm or sglang"
+            )
+        return None
+    return Backend(backend, parse_arguments(arguments or []))
 
 
 def gate(

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import groupby
 from pathlib import Path
@@ -144,8 +144,15 @@ class TaskSettings:
     max_length: int
     """Tokens of prompt and answer together."""
     dtype: str
+    """Of what computes the answers, "as served" for a server that does not say."""
     versions: Mapping[str, str]
-    """Package -> version."""
+    """Package -> version, the engine's own among them where it is known."""
+    max_new_tokens: int = 256
+    """Tokens of an answer, for tasks that set no limit of their own."""
+    backend: str = "hf"
+    """What answered: "hf", "vllm", "sglang", "openai endpoint", "sglang endpoint"."""
+    flags: Mapping[str, str] = field(default_factory=dict)
+    """What else was set in it, as JSON by name."""
 
 
 @dataclass(frozen=True)
