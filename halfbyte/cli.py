@@ -49,7 +49,8 @@ EXAMPLES: Mapping[str, str] = {
   quantize verify GLM-5.2-INT4 --source GLM-5.2-FP8""",
     "eval": """
   quantize eval GLM-5.2-INT4 --text heldout.jsonl --baseline GLM-5.2-FP8
-  quantize eval GLM-5.2-INT4 --tasks tasks --limit 200 -o int4.json""",
+  quantize eval GLM-5.2-INT4 --tasks tasks --limit 200 -o int4.json
+  quantize eval GLM-5.2-INT4 --tool-calls bfcl_eval/data -o int4.json""",
     "gate": """
   quantize eval GLM-5.2-FP8 --tasks tasks -o fp8.json
   quantize eval GLM-5.2-INT4 --tasks tasks -o int4.json

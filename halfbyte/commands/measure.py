@@ -38,6 +38,17 @@ def evaluate(
         list[str] | None,
         typer.Option("--task", help="Score this task; may be repeated. [default: all]"),
     ] = None,
+    tool_calls: Annotated[
+        Path | None,
+        typer.Option(
+            "--tool-calls",
+            metavar="FILE|DIR",
+            help="Score the calls that are made for these questions: .jsonl, or files of BFCL.",
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", min=1, help="Tokens of an answer to --tool-calls.")
+    ] = 512,
     limit: Annotated[
         int | None, typer.Option("--limit", min=1, help="Questions per task. [default: all]")
     ] = None,
@@ -59,14 +70,15 @@ def evaluate(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Measure perplexity, divergence from a baseline and task scores."""
+    """Measure perplexity, divergence from a baseline, task scores and tool calls."""
     from halfbyte.commands import scores
     from halfbyte.devices import resolve_device, resolve_dtype
 
     console = open_console(json, quiet, verbose)
-    if text is None and tasks is None:
+    if text is None and tasks is None and tool_calls is None:
         raise UsageError(
-            "nothing to measure", hint="add --text heldout.jsonl, --tasks FOLDER, or both"
+            "nothing to measure",
+            hint="add --text heldout.jsonl, --tasks FOLDER, --tool-calls FILE, or several of them",
         )
     if baseline is not None and text is None:
         raise UsageError("--baseline measures divergence on a text", hint="add --text")
@@ -75,6 +87,7 @@ def evaluate(
     from halfbyte.evals.harness import run_tasks
     from halfbyte.evals.report import EvalReport, checkpoint_fingerprint
     from halfbyte.evals.stream import evaluate_text
+    from halfbyte.evals.toolcalls import run_tool_calls, together
     from halfbyte.formats.checkpoint import open_checkpoint
 
     if output is not None and output.is_dir():
@@ -82,7 +95,8 @@ def evaluate(
     device = resolve_device(device)
     compute = resolve_dtype(dtype, device)
     fingerprint = checkpoint_fingerprint(open_checkpoint(checkpoint))
-    text_metrics = task_results = None
+    text_metrics = None
+    task_results = []
     with console.working() as progress:
         if text is not None:
             text_metrics = evaluate_text(
@@ -96,7 +110,7 @@ def evaluate(
                 progress=progress,
             )
         if tasks is not None:
-            task_results = run_tasks(
+            found = run_tasks(
                 checkpoint,
                 tasks,
                 task,
@@ -107,7 +121,21 @@ def evaluate(
                 dtype=compute,
                 progress=progress,
             )
-    report = EvalReport(str(checkpoint), fingerprint, text_metrics, task_results)
+            task_results.append(found)
+        if tool_calls is not None:
+            found = run_tool_calls(
+                checkpoint,
+                tool_calls,
+                limit=limit,
+                batch_size=batch_size,
+                max_length=max_length,
+                max_new_tokens=max_new_tokens,
+                device=device,
+                dtype=compute,
+                progress=progress,
+            )
+            task_results.append(found)
+    report = EvalReport(str(checkpoint), fingerprint, text_metrics, together(task_results))
     if output is not None:
         report.write(output)
     for table in scores.evaluation_tables(report):
