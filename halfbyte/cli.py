@@ -53,7 +53,8 @@ EXAMPLES: Mapping[str, str] = {
   quantize eval GLM-5.2-INT4 --tasks article --backend vllm \\
     --backend-arg tensor_parallel_size=8 --max-length 16384 -o int4.json
   quantize eval GLM-5.2-INT4 --tasks article \\
-    --endpoint http://localhost:30000 -o int4.json""",
+    --endpoint http://localhost:30000 -o int4.json
+  quantize eval GLM-5.2-INT4 --tool-calls bfcl_eval/data -o int4.json""",
     "gate": """
   quantize eval GLM-5.2-FP8 --tasks tasks -o fp8.json
   quantize eval GLM-5.2-INT4 --tasks tasks -o int4.json

@@ -50,6 +50,14 @@ def evaluate(
         list[str] | None,
         typer.Option("--task", help="Score this task; may be repeated. [default: all]"),
     ] = None,
+    tool_calls: Annotated[
+        Path | None,
+        typer.Option(
+            "--tool-calls",
+            metavar="FILE|DIR",
+            help="Score the calls that are made for these questions: .jsonl, or files of BFCL.",
+        ),
+    ] = None,
     limit: Annotated[
         int | None, typer.Option("--limit", min=1, help="Questions per task. [default: all]")
     ] = None,
@@ -100,7 +108,8 @@ def evaluate(
         typer.Option(
             "--max-new-tokens",
             min=1,
-            help="Tokens of an answer, where the task does not say. [default: 256, article 2048]",
+            help="Tokens of an answer, where the task does not say."
+            " [default: 256, article 2048, tool calls 512]",
         ),
     ] = None,
     output: Annotated[
@@ -120,7 +129,7 @@ def evaluate(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Measure perplexity, divergence from a baseline and task scores.
+    """Measure perplexity, divergence from a baseline, task scores and tool calls.
 
     What was answered before an interruption is not asked again when the same command is repeated.
     """
@@ -128,9 +137,10 @@ def evaluate(
     from halfbyte.devices import resolve_device, resolve_dtype
 
     console = open_console(json, quiet, verbose)
-    if text is None and tasks is None:
+    if text is None and tasks is None and tool_calls is None:
         raise UsageError(
-            "nothing to measure", hint="add --text heldout.jsonl, --tasks FOLDER, or both"
+            "nothing to measure",
+            hint="add --text heldout.jsonl, --tasks FOLDER, --tool-calls FILE, or several of them",
         )
     if baseline is not None and text is None:
         raise UsageError("--baseline measures divergence on a text", hint="add --text")
@@ -141,8 +151,15 @@ def evaluate(
     if output is not None and output.is_dir():
         raise UsageError(f"-o {output} is a folder", hint="name a file: -o evaluation.json")
     elsewhere = _engine(backend, backend_argument, endpoint, api, model)
-    if tasks is None and (elsewhere is not None or max_new_tokens is not None):
+    if tasks is None and tool_calls is None and max_new_tokens is not None:
         raise UsageError("there are no tasks to answer", hint="add --tasks FOLDER")
+    if elsewhere is not None and tasks is None:
+        raise UsageError("there are no tasks to answer", hint="add --tasks FOLDER")
+    if elsewhere is not None and tool_calls is not None:
+        raise UsageError(
+            "--tool-calls are asked in this process",
+            hint="measure them by themselves, without --backend and --endpoint",
+        )
     if elsewhere is not None and text is None and device != "auto":
         raise UsageError(
             "--device is where transformers computes",
@@ -154,6 +171,7 @@ def evaluate(
     from halfbyte.evals.harness import run_tasks
     from halfbyte.evals.report import EvalReport, checkpoint_fingerprint
     from halfbyte.evals.stream import evaluate_text
+    from halfbyte.evals.toolcalls import TOOL_CALL_TOKENS, run_tool_calls, together
     from halfbyte.formats.checkpoint import open_checkpoint
 
     fingerprint = checkpoint_fingerprint(open_checkpoint(checkpoint))
@@ -165,7 +183,8 @@ def evaluate(
     if elsewhere is None or text is not None:
         device = resolve_device(device)
         compute = resolve_dtype(dtype, device)
-    text_metrics = task_results = None
+    text_metrics = None
+    task_results = []
     with console.working() as progress:
         if text is not None:
             text_metrics = evaluate_text(
@@ -179,7 +198,7 @@ def evaluate(
                 progress=progress,
             )
         if tasks is not None:
-            task_results = run_tasks(
+            found = run_tasks(
                 checkpoint,
                 suites.load_suite(tasks) if tasks in suites.NAMES else Path(tasks),
                 task,
@@ -193,7 +212,21 @@ def evaluate(
                 answers=answers,
                 progress=progress,
             )
-    report = EvalReport(str(checkpoint), fingerprint, text_metrics, task_results)
+            task_results.append(found)
+        if tool_calls is not None:
+            found = run_tool_calls(
+                checkpoint,
+                tool_calls,
+                limit=limit,
+                batch_size=batch_size or engines.HF_BATCH,
+                max_length=max_length,
+                max_new_tokens=max_new_tokens or TOOL_CALL_TOKENS,
+                device=device,
+                dtype=compute,
+                progress=progress,
+            )
+            task_results.append(found)
+    report = EvalReport(str(checkpoint), fingerprint, text_metrics, together(task_results))
     if output is not None:
         report.write(output)
     if answers is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,19 +35,28 @@ class AnswerReader:
             digest = _digest(" ".join(value.hex() for value in found))
             return Answer(digest, choices=len(found), spread=max(found) - min(found))
         texts = [text for repeats in sample["resps"] for text in repeats]
-        counts = [len(self._encode(text)) for text in texts]
-        limit = self._settings(sample)["max_gen_toks"]
-        capped = max(counts) >= limit - max(1, limit // 50)
         empty = not any(text.strip() for text in texts)
         unread = [s["filter"] for s in filtered if empty or _fails(s["filtered_resps"])]
-        digest = _digest("\0".join(texts))
-        return Answer(digest, tokens=sum(counts), capped=capped, unread=tuple(unread))
+        return self.text(texts, self._settings(sample)["max_gen_toks"], unread)
+
+    def text(self, texts: Sequence[str], limit: int, unread: Sequence[str] = ()) -> Answer:
+        """An answer of generated text (of several, when it was asked for more than once), of which
+        each might have `limit` tokens."""
+        counts = [len(self._encode(text)) for text in texts]
+        capped = max(counts) >= limit - max(1, limit // 50)
+        return Answer(
+            _digest("\0".join(texts)), tokens=sum(counts), capped=capped, unread=tuple(unread)
+        )
 
     def question(self, sample: Mapping[str, Any]) -> bytes:
         """The tokens that an item's prompt and choices consist of."""
         texts = [sample["arguments"][0][0]]
         if not _is_text(sample):
             texts += [choice for _, choice, *_ in sample["arguments"]]
+        return self.tokens(texts)
+
+    def tokens(self, texts: Iterable[str]) -> bytes:
+        """The tokens of texts, with their ends."""
         return b"".join(array("i", [*self._encode(text), -1]).tobytes() for text in texts)
 
     def generation(self, sample: Mapping[str, Any]) -> set[str]:

@@ -115,13 +115,13 @@ def run_tasks(
             dtype=opened.dtype,
             versions={name: importlib.metadata.version(name) for name in PACKAGES}
             | opened.versions,
-            max_new_tokens=opened.max_new_tokens,
             backend=opened.name,
             flags=opened.flags,
         )
         identity = {
             "checkpoint": checkpoint_fingerprint(open_checkpoint(checkpoint_path)),
             "settings": encode(settings),
+            "max_new_tokens": opened.max_new_tokens,
             "tasks": {name: str(task.VERSION) for name, task in loaded["tasks"].items()},
             "server": opened.identity,
         }

@@ -147,8 +147,6 @@ class TaskSettings:
     """Of what computes the answers, "as served" for a server that does not say."""
     versions: Mapping[str, str]
     """Package -> version, the engine's own among them where it is known."""
-    max_new_tokens: int = 256
-    """Tokens of an answer, for tasks that set no limit of their own."""
     backend: str = "hf"
     """What answered: "hf", "vllm", "sglang", "openai endpoint", "sglang endpoint"."""
     flags: Mapping[str, str] = field(default_factory=dict)
