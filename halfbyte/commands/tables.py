@@ -48,7 +48,7 @@ def plan_rules(plan: Plan) -> list[dict[str, Any]]:
 def plan_record(plan: Plan, duration: Duration) -> dict[str, Any]:
     """A plan as JSON: its rules, sizes, memory, time and what config.json will say."""
     return {
-        "source": str(plan.checkpoint.path),
+        "source": plan.checkpoint.origin,
         "model_type": plan.checkpoint.model_type,
         "recipe": plan.recipe.name,
         "settings": asdict(plan.settings),
@@ -123,7 +123,7 @@ def plan_summary(plan: Plan, duration: Duration) -> list[str]:
     if on_disk := [what for what, place in places.items() if place == "disk"]:
         peak += f"; {' and '.join(on_disk)} on the disk"
     return [
-        f"source       {plan.checkpoint.path} ({plan.checkpoint.model_type})",
+        f"source       {plan.checkpoint.origin} ({plan.checkpoint.model_type})",
         f"recipe       {plan.recipe.name}: {plan.recipe.description}",
         f"method       {settings.method} on {settings.device} in {settings.dtype}{calibration}",
         peak,
@@ -213,7 +213,7 @@ def checkpoint_record(checkpoint: Checkpoint) -> dict[str, Any]:
             sizes["tensors"] += 1
             sizes["bytes"] += tensor.nbytes
     return {
-        "path": str(checkpoint.path),
+        "path": checkpoint.origin,
         "model_type": checkpoint.model_type,
         "bytes": checkpoint.nbytes,
         "tensors": len(checkpoint.tensors),
