@@ -19,7 +19,13 @@ from typing import Any
 
 from halfbyte.core import DTYPE_BYTES, Checkpoint, TensorInfo
 from halfbyte.errors import CheckpointError
-from halfbyte.formats.folder import CONFIG_FILE, INDEX_FILE, REPORT_FILE
+from halfbyte.formats.folder import (
+    CONFIG_FILE,
+    GATE_FILE,
+    INDEX_FILE,
+    REPORT_FILE,
+    RUN_FILE,
+)
 
 SINGLE_FILE = "model.safetensors"
 
@@ -263,7 +269,7 @@ def _side_files(folder: Path) -> tuple[str, ...]:
             entry.name
             for entry in folder.iterdir()
             if (entry.suffix in SIDE_SUFFIXES or entry.name in SIDE_NAMES)
-            and entry.name not in (CONFIG_FILE, REPORT_FILE)
+            and entry.name not in (CONFIG_FILE, REPORT_FILE, RUN_FILE, GATE_FILE)
             and not entry.name.endswith(".index.json")
             and not entry.name.startswith(".")
             and entry.is_file()

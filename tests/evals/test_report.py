@@ -20,15 +20,27 @@ from halfbyte.errors import EvaluationError
 from halfbyte.evals.report import (
     Divergence,
     EvalReport,
+    Histogram,
     Item,
     MetricScores,
     TaskResults,
     TaskScores,
     TaskSettings,
     TextMetrics,
+    WorstToken,
     checkpoint_fingerprint,
 )
 from halfbyte.formats.checkpoint import open_checkpoint
+
+DIVERGENCE = Divergence(
+    "b",
+    1,
+    2,
+    3,
+    0.5,
+    Histogram((1e-3, 1.0), (2000, 40, 4)),
+    (WorstToken(3, 7, 3.5, "so it ", "is", 0.25, 0.5, "was", "is"),),
+)
 
 
 def full_report() -> EvalReport:
@@ -41,7 +53,7 @@ def full_report() -> EvalReport:
     return EvalReport(
         checkpoint="models/a",
         fingerprint="f" * 64,
-        text=TextMetrics("c" * 64, 4, 512, "float32", 2044, 2.25, Divergence("b", 1, 2, 3, 0.5)),
+        text=TextMetrics("c" * 64, 4, 512, "float32", 2044, 2.25, DIVERGENCE),
         tasks=TaskResults(settings, (TaskScores("sums", "1.0", items, metrics, "e" * 64),)),
     )
 
@@ -68,7 +80,7 @@ def test_file_holds_the_report(tmp_path: Path) -> None:
     report.write(path)
     assert EvalReport.read(path) == report
     record = json.loads(path.read_text())
-    assert record["schema_version"] == 1
+    assert record["schema_version"] == 2
     assert record["text"]["perplexity"] == math.exp(2.25)
     assert record["tasks"]["tasks"][0]["metrics"][0]["total"] == 2
     assert record["tasks"]["tasks"][0]["items"][1] == ["sums", 1, "d1", "p1", "t1"]
@@ -92,7 +104,7 @@ METRIC = (*TASK, "metrics", 0)
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda r: r.update(schema_version=2), "schema_version is 2, this version reads 1"),
+        (lambda r: r.update(schema_version=1), "schema_version is 1, this version reads 2"),
         (lambda r: r.pop("schema_version"), "schema_version is None"),
         (lambda r: r.pop("fingerprint"), "fingerprint: missing field"),
         (lambda r: r.update(more=1), "more: unknown field"),
@@ -117,6 +129,10 @@ METRIC = (*TASK, "metrics", 0)
         (lambda r: at(r, *TASK, "items", 2).__setitem__(1, 0), "task sums lists an item twice"),
         (lambda r: at(r, *TASK, "items", 2).pop(), r"items\[2\]: 4 entries, 5 expected"),
         (lambda r: at(r, *TASK).update(metrics=[]), "task sums has no items or no metrics"),
+        (
+            lambda r: at(r, "text", "divergence", "histogram", "counts").pop(),
+            "text.divergence.histogram: 2 counts for 2 edges",
+        ),
     ],
 )
 def test_damaged_reports_name_the_field(
