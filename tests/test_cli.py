@@ -244,6 +244,28 @@ def test_run_prints_one_result_in_each_mode(quantize: Quantize, tiny: Path, tmp_
     )
 
 
+def test_a_run_leaves_its_own_card(quantize: Quantize, tiny_copy: Path, tmp_path: Path) -> None:
+    """Not the source's, whose licence it carries; and one that a new run may replace."""
+    (tiny_copy / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Words of the source\n")
+    words = [tiny_copy, "--to", "int4", "--method", "rtn", "-o", tmp_path / "out", "-q"]
+    assert quantize(*words).exit_code == 0
+    card = tmp_path / "out" / "README.md"
+    written = card.read_text()
+    assert written.startswith("---\nlicense: apache-2.0\n")
+    assert "Words of the source" not in written
+    assert quantize("verify", tmp_path / "out", "--source", tiny_copy).exit_code == 0
+    (tmp_path / "out" / "gate.json").write_text("{}")
+    refused = quantize("card", tmp_path / "out")
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert "gate.json is not a verdict" in refused.stderr
+    assert quantize(*words, "--overwrite").exit_code == 0
+    assert card.read_text() == written
+    card.write_text("# Words of somebody\n")
+    refused = quantize(*words, "--overwrite")
+    assert refused.exit_code == 1
+    assert "README.md, which halfbyte did not write" in refused.stderr
+
+
 def test_verify_exits_1_on_a_mismatch(quantize: Quantize, tiny: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     quantize(tiny, "--to", "int4", "--method", "rtn", "-o", output, "-q")

@@ -37,11 +37,12 @@ MAY_IMPORT = {
     "calibration": METHODS,
     "quantize": METHODS | {"calibration"},
     "evals": EVALS,
+    "report": EVALS | {"evals"},
     "testing": METHODS,
     "__init__": EVALS | {"evals"},
     "progress_display": BASE,
     "console": CONSOLE,
-    "commands": CONSOLE | EVALS | {"evals", "__init__"},
+    "commands": CONSOLE | EVALS | {"evals", "report", "__init__"},
     "cli": CONSOLE | {"commands", "__init__"},
     "__main__": {"cli"},
 }

@@ -132,6 +132,8 @@ def run(
         from halfbyte.commands import tables
         from halfbyte.quantize import pipeline
         from halfbyte.ranks import joined, local_device
+        from halfbyte.report.card import write_card
+        from halfbyte.report.output import read_output
 
         settings = replace(settings, device=local_device(settings.device))
         # The plan comes first: it refuses in seconds what tokenizing a long text would only delay.
@@ -159,6 +161,7 @@ def run(
                 progress=progress,
                 ranks=ranks,
             )
+    write_card(output, read_output(output), replace=not report.already_finished)
     for line in tables.run_summary(report):
         console.line(line)
     console.result(tables.run_record(report), quiet=str(output))

@@ -37,7 +37,7 @@ from halfbyte.evals.statistics import (
     with_power,
 )
 
-GATE_SCHEMA = 2
+GATE_SCHEMA = 1
 
 Verdict = Literal["pass", "fail", "inconclusive", "invalid"]
 

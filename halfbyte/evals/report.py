@@ -166,6 +166,40 @@ class TaskResults:
 
 
 @dataclass(frozen=True)
+class Histogram:
+    """How many values lie where."""
+
+    edges: tuple[float, ...]
+    """Upper ends of all bins but the last, which has none; a value on an edge counts below it."""
+    counts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.counts) != len(self.edges) + 1:
+            raise EvaluationError(
+                f"{len(self.counts)} counts for {len(self.edges)} edges, one more is expected"
+            )
+
+
+@dataclass(frozen=True)
+class WorstToken:
+    """A token before which the two distributions differ most."""
+
+    window: int
+    position: int
+    """Of the token in its window."""
+    kl: float
+    context: str
+    """The end of the text before it."""
+    token: str
+    probability: float
+    """Of the token, by this checkpoint."""
+    baseline_probability: float
+    choice: str
+    """Token that this checkpoint holds most likely."""
+    baseline_choice: str
+
+
+@dataclass(frozen=True)
 class Divergence:
     """How far the next-token distributions are from a baseline's, over all predicted tokens."""
 
@@ -177,6 +211,10 @@ class Divergence:
     p99_kl: float
     top1_agreement: float
     """Share of tokens whose most likely prediction is the baseline's."""
+    histogram: Histogram
+    """Of the KL divergence per token."""
+    worst: tuple[WorstToken, ...]
+    """The largest divergence first."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,13 @@ from typing import Any, NamedTuple
 
 from halfbyte.core import DTYPE_BYTES, Checkpoint, TensorInfo
 from halfbyte.errors import CheckpointError
-from halfbyte.formats.folder import CONFIG_FILE, INDEX_FILE, REPORT_FILE
+from halfbyte.formats.folder import (
+    CONFIG_FILE,
+    GATE_FILE,
+    INDEX_FILE,
+    REPORT_FILE,
+    RUN_FILE,
+)
 
 SINGLE_FILE = "model.safetensors"
 
@@ -302,7 +308,7 @@ def side_files(present: Iterable[str]) -> tuple[str, ...]:
             name
             for name in present
             if (Path(name).suffix in SIDE_SUFFIXES or name in SIDE_NAMES)
-            and name not in (CONFIG_FILE, REPORT_FILE)
+            and name not in (CONFIG_FILE, REPORT_FILE, RUN_FILE, GATE_FILE)
             and not name.endswith(".index.json")
             and not name.startswith(".")
         )

@@ -197,7 +197,7 @@ def test_json_form() -> None:
     assert (policy["name"], policy["rule"], policy["margin"]) == ("article", "plain", 0.8)
     assert "same checkpoint" in record.pop("remarks")[0]
     assert record == {
-        "schema_version": 2,
+        "schema_version": 1,
         "verdict": "fail",
         "mean_change_points": None,
         "noise": [],

@@ -19,6 +19,7 @@ from halfbyte.evals.report import (
     Answer,
     Divergence,
     EvalReport,
+    Histogram,
     Item,
     MetricScores,
     TaskResults,
@@ -132,7 +133,7 @@ def test_two_models_do_not_say_the_same(answers: list[Answer], identical: bool) 
 
 
 def text(nll: float, kl: float | None = None, of: str = "f", tokens: str = "t") -> TextMetrics:
-    divergence = None if kl is None else Divergence(of, kl, kl, kl, 0.9)
+    divergence = None if kl is None else Divergence(of, kl, kl, kl, 0.9, Histogram((), (1,)), ())
     return TextMetrics(tokens, 4, 512, "float32", 2044, nll, divergence)
 
 

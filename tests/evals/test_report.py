@@ -21,15 +21,27 @@ from halfbyte.evals.report import (
     Answer,
     Divergence,
     EvalReport,
+    Histogram,
     Item,
     MetricScores,
     TaskResults,
     TaskScores,
     TaskSettings,
     TextMetrics,
+    WorstToken,
     checkpoint_fingerprint,
 )
 from halfbyte.formats.checkpoint import open_checkpoint
+
+DIVERGENCE = Divergence(
+    "b",
+    1,
+    2,
+    3,
+    0.5,
+    Histogram((1e-3, 1.0), (2000, 40, 4)),
+    (WorstToken(3, 7, 3.5, "so it ", "is", 0.25, 0.5, "was", "is"),),
+)
 
 
 def full_report() -> EvalReport:
@@ -50,7 +62,7 @@ def full_report() -> EvalReport:
     return EvalReport(
         checkpoint="models/a",
         fingerprint="f" * 64,
-        text=TextMetrics("c" * 64, 4, 512, "float32", 2044, 2.25, Divergence("b", 1, 2, 3, 0.5)),
+        text=TextMetrics("c" * 64, 4, 512, "float32", 2044, 2.25, DIVERGENCE),
         tasks=TaskResults(settings, (scores,)),
     )
 
@@ -127,6 +139,10 @@ METRIC = (*TASK, "metrics", 0)
         (lambda r: at(r, *TASK, "items", 2).__setitem__(1, 0), "task sums lists an item twice"),
         (lambda r: at(r, *TASK, "items", 2).pop(), r"items\[2\]: 4 entries, 5 expected"),
         (lambda r: at(r, *TASK).update(metrics=[]), "task sums has no items or no metrics"),
+        (
+            lambda r: at(r, "text", "divergence", "histogram", "counts").pop(),
+            "text.divergence.histogram: 2 counts for 2 edges",
+        ),
     ],
 )
 def test_damaged_reports_name_the_field(
