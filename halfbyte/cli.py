@@ -55,11 +55,13 @@ EXAMPLES: Mapping[str, str] = {
     --backend-arg tensor_parallel_size=8 --max-length 16384 -o int4.json
   quantize eval GLM-5.2-INT4 --tasks article \\
     --endpoint http://localhost:30000 -o int4.json
-  quantize eval GLM-5.2-INT4 --tool-calls bfcl_eval/data -o int4.json""",
+  quantize eval GLM-5.2-INT4 --tool-calls bfcl_eval/data -o int4.json
+  quantize eval GLM-5.2-FP8 --tasks tasks --store baselines""",
     "gate": """
   quantize eval GLM-5.2-FP8 --tasks tasks -o fp8.json
   quantize eval GLM-5.2-INT4 --tasks tasks -o int4.json
   quantize gate fp8.json int4.json
+  quantize gate baselines int4.json
   quantize gate fp8.json int4.json --policy article --margin 0.5
   quantize gate fp8.json int4.json --junit gate.xml --summary summary.md""",
     "card": """

@@ -29,6 +29,7 @@ from halfbyte.evals.report import (
     TaskScores,
     TaskSettings,
 )
+from halfbyte.evals.store import BaselineStore
 
 
 class Outcome(NamedTuple):
@@ -298,7 +299,34 @@ def test_eval_measures_text_and_saves_what_it_found(
     assert any(re.fullmatch(r"top-1 agreement % +100\.00", line) for line in table)
 
 
-def evaluation(path: Path, right: int, of: int = 1000, task: str = "arithmetic") -> Path:
+def test_eval_measures_once_what_a_store_has(
+    quantize: Quantize, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, store = tmp_path / "text.txt", tmp_path / "baselines"
+    text.write_text("the quick brown fox jumps over the lazy dog " * 20)
+    words = ["eval", tiny, "--text", text, "--sequence-length", 16, "--store", store]
+    first = quantize(*words, "--max-windows", 2, "--json")
+    assert (first.exit_code, first.stderr) == (0, "")
+    other = quantize(*words, "--max-windows", 1)
+    assert re.search(
+        r"not used, since another evaluation, \w+\.json: windows was 2, now 1", other.stderr
+    )
+    assert len(list(store.iterdir())) == 2
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr("halfbyte.evals.evaluation.evaluate_text", never)
+    assert "just this was evaluated before" in quantize(*words, "--max-windows", 2).stderr
+    assert quantize(*words, "--max-windows", 2, "--json").document == first.document
+    text.write_text("another text " * 99)
+    with pytest.raises(AssertionError, match="measured again"):
+        quantize(*words, "--max-windows", 2)
+
+
+def evaluation(
+    path: Path, right: int, of: int = 1000, task: str = "arithmetic", checkpoint: str = "0" * 64
+) -> Path:
     """Saves the scores of a made-up task with `right` answers right."""
     items = tuple(Item(task, i, f"{i:016x}", f"{i:016x}", f"{i:016x}") for i in range(of))
     values = tuple(float(i < right) for i in range(of))
@@ -306,7 +334,7 @@ def evaluation(path: Path, right: int, of: int = 1000, task: str = "arithmetic")
     answers = tuple(Answer(f"{i:015x}{int(i < right)}") for i in range(of))
     scores = TaskScores(task, "1", items, metrics, "0" * 64, answers, (), "0" * 64)
     settings = TaskSettings(None, 8, 1024, "float32", {"lm_eval": "0.4.13"})
-    EvalReport("folder", "0" * 64, tasks=TaskResults(settings, (scores,))).write(path)
+    EvalReport("folder", checkpoint, tasks=TaskResults(settings, (scores,))).write(path)
     return path
 
 
@@ -336,6 +364,19 @@ def test_gate_exit_codes(
     assert f"gate: {verdict}" in human.stdout
     assert document.document["verdict"] == verdict
     assert quantize(*words, "--quiet") == (exit_code, "", "")
+
+
+def test_gate_finds_its_baseline_in_a_store(quantize: Quantize, tmp_path: Path) -> None:
+    candidate = evaluation(tmp_path / "candidate.json", 895, checkpoint="1" * 64)
+    store = BaselineStore(tmp_path / "store")
+    words = ("gate", store.folder, candidate, "--policy", "article")
+    store.folder.mkdir()
+    missing = quantize(*words)
+    assert missing.exit_code == 1
+    assert "no evaluation fits the candidate" in missing.stderr
+    store.add({"checkpoint": "0"}, EvalReport.read(evaluation(tmp_path / "fp8.json", 900)))
+    found = quantize(*words, "--json")
+    assert (found.exit_code, found.document["rows"][0]["baseline"]) == (0, 900)
 
 
 def test_the_default_gate_says_what_would_decide(quantize: Quantize, tmp_path: Path) -> None:

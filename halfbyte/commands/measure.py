@@ -120,6 +120,15 @@ def evaluate(
             help="Save the evaluation, for `gate`; answers as they come beside it.",
         ),
     ] = None,
+    store: Annotated[
+        Path | None,
+        typer.Option(
+            "--store",
+            metavar="DIR",
+            help="Keep the evaluation in this folder, and take it from there when just the same was"
+            " evaluated before.",
+        ),
+    ] = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Use no answers of a run that was interrupted.")
     ] = False,
@@ -168,65 +177,51 @@ def evaluate(
     if endpoint is not None and text is None and dtype != "auto":
         raise UsageError("--dtype: a server computes as it was started", hint="leave it out")
     from halfbyte.evals import engines, kept, suites
-    from halfbyte.evals.harness import run_tasks
-    from halfbyte.evals.report import EvalReport, checkpoint_fingerprint
-    from halfbyte.evals.stream import evaluate_text
-    from halfbyte.evals.toolcalls import TOOL_CALL_TOKENS, run_tool_calls, together
-    from halfbyte.formats.checkpoint import open_checkpoint
+    from halfbyte.evals.evaluation import Evaluation
+    from halfbyte.evals.store import BaselineStore
 
-    fingerprint = checkpoint_fingerprint(open_checkpoint(checkpoint))
-    answers = kept.kept_path(output) if output is not None and tasks is not None else None
-    if fresh and answers is not None:
-        answers.unlink(missing_ok=True)
-    # An engine with an "auto" of its own may need the GPU as it is, without a context of ours.
     compute: str = dtype
+    # An engine with an "auto" of its own may need the GPU as it is, without a context of ours.
     if elsewhere is None or text is not None:
         device = resolve_device(device)
         compute = resolve_dtype(dtype, device)
-    text_metrics = None
-    task_results = []
-    with console.working() as progress:
-        if text is not None:
-            text_metrics = evaluate_text(
-                checkpoint,
-                text,
-                baseline=baseline,
-                sequence_length=sequence_length,
-                max_windows=max_windows,
-                device=device,
-                dtype=compute,
-                progress=progress,
-            )
-        if tasks is not None:
-            found = run_tasks(
-                checkpoint,
-                suites.load_suite(tasks) if tasks in suites.NAMES else Path(tasks),
-                task,
-                engine=elsewhere or engines.TRANSFORMERS,
-                limit=limit,
-                batch_size=batch_size,
-                max_length=max_length,
-                max_new_tokens=max_new_tokens,
-                device=device,
-                dtype=dtype if elsewhere else compute,
-                answers=answers,
-                progress=progress,
-            )
-            task_results.append(found)
-        if tool_calls is not None:
-            found = run_tool_calls(
-                checkpoint,
-                tool_calls,
-                limit=limit,
-                batch_size=batch_size or engines.HF_BATCH,
-                max_length=max_length,
-                max_new_tokens=max_new_tokens or TOOL_CALL_TOKENS,
-                device=device,
-                dtype=compute,
-                progress=progress,
-            )
-            task_results.append(found)
-    report = EvalReport(str(checkpoint), fingerprint, text_metrics, together(task_results))
+    source: Path | suites.Suite | None = None
+    if tasks is not None:
+        source = suites.load_suite(tasks) if tasks in suites.NAMES else Path(tasks)
+    asked = Evaluation(
+        checkpoint=checkpoint,
+        text=text,
+        baseline=baseline,
+        sequence_length=sequence_length,
+        max_windows=max_windows,
+        tasks=source,
+        names=tuple(task or ()),
+        tool_calls=tool_calls,
+        engine=elsewhere or engines.TRANSFORMERS,
+        limit=limit,
+        batch_size=batch_size,
+        max_length=max_length,
+        max_new_tokens=max_new_tokens,
+        device=device,
+        dtype=compute,
+        engine_dtype=dtype if elsewhere else compute,
+    )
+    answers = kept.kept_path(output) if output is not None and tasks is not None else None
+    if fresh and answers is not None:
+        answers.unlink(missing_ok=True)
+    report = None
+    if store is not None:
+        baselines, identity = BaselineStore(store), asked.identity()
+        report = baselines.find(identity)
+        if report is not None:
+            console.note(f"{store}: just this was evaluated before")
+        elif nearest := baselines.near(identity):
+            console.note(f"{store}: not used, since another evaluation, {nearest}")
+    if report is None:
+        with console.working() as progress:
+            report = asked.run(answers, progress)
+        if store is not None:
+            baselines.add(identity, report)
     if output is not None:
         report.write(output)
     if answers is not None:
@@ -268,7 +263,12 @@ def _engine(
 
 
 def gate(
-    baseline: Annotated[Path, typer.Argument(metavar="BASELINE", help="Evaluation of the source.")],
+    baseline: Annotated[
+        Path,
+        typer.Argument(
+            metavar="BASELINE", help="Evaluation of the source, or a --store that has it."
+        ),
+    ],
     candidate: Annotated[
         Path, typer.Argument(metavar="CANDIDATE", help="Evaluation of the quantized checkpoint.")
     ],
@@ -318,11 +318,13 @@ def gate(
     from halfbyte.evals.gate import gate as judge
     from halfbyte.evals.policy import load_policy
     from halfbyte.evals.report import EvalReport
+    from halfbyte.evals.store import read_baseline
     from halfbyte.formats.files import write_atomic
 
     console = open_console(json, quiet)
     rule = load_policy(policy, margin)
-    reports = EvalReport.read(baseline), EvalReport.read(candidate)
+    judged = EvalReport.read(candidate)
+    reports = read_baseline(baseline, judged), judged
     verdict = judge(*reports, rule, None if again is None else EvalReport.read(again))
     if output is not None:
         write_atomic(output, dumps(verdict.to_json(), indent=2).encode() + b"\n")

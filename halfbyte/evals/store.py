@@ -114,13 +114,12 @@ class BaselineStore:
             yield path, *_read(path)
 
 
-def folder_sha256(folder: Path) -> str:
-    """SHA-256 over the names and bytes of all files below a folder."""
+def content_sha256(place: Path) -> str:
+    """SHA-256 over the names and bytes of all files below a folder, or over one file."""
     digest = hashlib.sha256()
-    for path in sorted(
-        p for p in folder.rglob("*") if p.is_file() and "__pycache__" not in p.parts
-    ):
-        digest.update(f"{path.relative_to(folder).as_posix()}\0{path.stat().st_size}\0".encode())
+    found = place.rglob("*") if place.is_dir() else [place]
+    for path in sorted(p for p in found if p.is_file() and "__pycache__" not in p.parts):
+        digest.update(f"{path.relative_to(place).as_posix()}\0{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
             while chunk := file.read(1 << 20):
                 digest.update(chunk)

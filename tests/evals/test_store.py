@@ -17,7 +17,7 @@ from halfbyte.evals.report import (
     TaskScores,
     TaskSettings,
 )
-from halfbyte.evals.store import BaselineStore, folder_sha256, read_baseline
+from halfbyte.evals.store import BaselineStore, content_sha256, read_baseline
 
 IDENTITY = {"checkpoint": "f" * 64, "lm_eval": "0.4.13", "limit": "all", "tasks": "a" * 64}
 
@@ -100,7 +100,7 @@ def test_a_folder_is_its_names_and_bytes(tmp_path: Path) -> None:
         for name, text in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)
-        return folder_sha256(folder)
+        return content_sha256(folder)
 
     one = made({"a.yaml": "task", "data/a.jsonl": "x"})
     assert made({"data/a.jsonl": "x", "a.yaml": "task", "__pycache__/a.pyc": "z"}) == one
@@ -111,3 +111,8 @@ def test_a_folder_is_its_names_and_bytes(tmp_path: Path) -> None:
         made({"a.yaml": "task"}),
     ]
     assert len({one, *others}) == 5
+    (tmp_path / "text.jsonl").write_text("x")
+    (tmp_path / "copy.jsonl").write_text("x")
+    (tmp_path / "other.jsonl").write_text("y")
+    text, copy, other = (content_sha256(tmp_path / f"{n}.jsonl") for n in ("text", "copy", "other"))
+    assert text == copy != other
