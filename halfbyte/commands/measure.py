@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -16,6 +17,7 @@ from halfbyte.commands.options import (
     Verbose,
     open_console,
 )
+from halfbyte.console import resumable
 from halfbyte.errors import UsageError
 
 if TYPE_CHECKING:
@@ -166,7 +168,8 @@ def evaluate(
         device = resolve_device(device)
         compute = resolve_dtype(dtype, device)
     text_metrics = task_results = None
-    with console.working() as progress:
+    keeping = nullcontext() if answers is None else resumable(answers, ["--fresh"], [])
+    with keeping, console.working() as progress:
         if text is not None:
             text_metrics = evaluate_text(
                 checkpoint,
