@@ -96,7 +96,10 @@ class Server:
             if path == "/get_model_info":
                 return {"model_path": "/models/nano", "is_generation": True}
             if path == "/get_server_info":
-                return {"version": "0.5.9", "context_length": self.limit, "tp_size": 2}
+                # Of all that is there. A key must not get into a report.
+                secret = {"api_key": "secret", "model_path": "/models/nano"}
+                told = {"version": "0.5.9", "context_length": self.limit, "tp_size": 2}
+                return {**secret, **told}
             if path == "/generate":
                 return self._generate(body)
         return None

@@ -13,8 +13,10 @@ import pytest
 from halfbyte.errors import EvaluationError, UsageError
 from halfbyte.evals import endpoint
 from halfbyte.evals.endpoint import PROBE, Endpoint, OpenAI, SGLang, server_root
+from halfbyte.evals.gate import gate
 from halfbyte.evals.harness import run_tasks
-from halfbyte.evals.report import TaskResults
+from halfbyte.evals.policy import load_policy
+from halfbyte.evals.report import EvalReport, TaskResults
 
 DEMO = Path(__file__).resolve().parents[2] / "halfbyte" / "demo"
 MODEL = DEMO / "glm-nano-fp8"
@@ -62,6 +64,12 @@ def test_every_item_scores_as_in_this_process(
     }
     assert settings.flags == ({} if api == "openai" else {"tp_size": "2"})
     assert (settings.batch_size, settings.max_length, settings.limit) == (4, 1024, 2)
+    # One by a server and one in this process cannot be judged against each other.
+    reports = [EvalReport("", "0" * 64, tasks=results) for results in (in_process, found)]
+    verdict = gate(*reports, load_policy("default"))
+    assert verdict.verdict == "invalid"
+    reason = f"backend differs: hf in the baseline, {api} endpoint in the candidate"
+    assert reason in verdict.reasons
 
 
 @pytest.mark.parametrize("api", APIS)
