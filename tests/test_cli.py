@@ -113,6 +113,21 @@ def test_every_name_that_models_lists_can_be_typed() -> None:
         (["eval", "."], "nothing to measure"),
         (["eval", ".", "--tasks", ".", "--baseline", "."], "add --text"),
         (["eval", ".", "--text", "a.txt", "--task", "a"], "add --tasks FOLDER"),
+        (["eval", ".", "--text", "a.txt", "--backend", "vllm"], "add --tasks FOLDER"),
+        (["eval", ".", "--tasks", ".", "--backend", "hf", "--endpoint", "http://a"], "use one of"),
+        (["eval", ".", "--tasks", ".", "--backend-arg", "a=1"], "add --backend vllm or sglang"),
+        (
+            ["eval", ".", "--tasks", ".", "--backend", "vllm", "--backend-arg", "a"],
+            "not NAME=VALUE",
+        ),
+        (["eval", ".", "--tasks", ".", "--model", "a"], "add --endpoint"),
+        (["eval", ".", "--tasks", ".", "--endpoint", "localhost:8000"], "--endpoint http://HOST"),
+        (["eval", ".", "--tasks", ".", "--endpoint", "http://a", "--device", "cpu"], "--device is"),
+        (
+            ["eval", ".", "--tasks", ".", "--endpoint", "http://a", "--dtype", "float32"],
+            "--dtype: a",
+        ),
+        (["eval", ".", "--tasks", ".", "--fresh"], "add -o FILE"),
     ],
 )
 def test_wrong_usage_exits_2(quantize: Quantize, words: list[str], message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -16,6 +17,7 @@ from halfbyte.commands.options import (
     Verbose,
     open_console,
 )
+from halfbyte.console import resumable
 from halfbyte.errors import UsageError
 
 if TYPE_CHECKING:
@@ -218,7 +220,8 @@ def evaluate(
         elif nearest := baselines.near(identity):
             console.note(f"{store}: not used, since another evaluation, {nearest}")
     if report is None:
-        with console.working() as progress:
+        keeping = nullcontext() if answers is None else resumable(answers, ["--fresh"], [])
+        with keeping, console.working() as progress:
             report = asked.run(answers, progress)
         if store is not None:
             baselines.add(identity, report)

@@ -16,6 +16,7 @@ import contextlib
 import json
 import math
 import random
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ WAITS = (1.0, 2.0, 4.0, 8.0)
 """Seconds before each further try."""
 LONGEST_WAIT = 60.0
 CONNECT_SECONDS = 10.0
+FIND_SECONDS = 60.0
 ANSWER_SECONDS = 900.0
 LARGEST_REPLY = 128 << 20
 """Bytes; log-probabilities of 100,000 tokens are about 20 MB."""
@@ -211,7 +213,6 @@ class Client:
         self.root = server_root(url)
         self._http = httpx.Client(
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=connections),
         )
 
@@ -223,7 +224,7 @@ class Client:
         import httpx
 
         try:
-            status, body, _ = self._send(path, payload)
+            status, body, _ = self._send(path, payload, FIND_SECONDS)
         except httpx.HTTPError as error:
             raise EvaluationError(
                 f"{self.root}: no server answers: {_words(error)}",
@@ -244,7 +245,7 @@ class Client:
         for wait in (*WAITS, None):
             asked = 0.0
             try:
-                status, body, headers = self._send(path, payload)
+                status, body, headers = self._send(path, payload, ANSWER_SECONDS)
             except httpx.HTTPError as error:
                 failure = EvaluationError(
                     f"{self.root}{path}: {_words(error)}, in each of {len(WAITS) + 1} tries",
@@ -291,9 +292,15 @@ class Client:
             hint="--api openai or --api sglang says what the server speaks, --model what it serves",
         )
 
-    def _send(self, path: str, payload: Any) -> tuple[int, bytes, Mapping[str, str]]:
+    def _send(
+        self, path: str, payload: Any, seconds: float
+    ) -> tuple[int, bytes, Mapping[str, str]]:
+        import httpx
+
         method = "GET" if payload is None else "POST"
-        with self._http.stream(method, self.root + path, json=payload) as response:
+        limits = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
+        url = self.root + path
+        with self._http.stream(method, url, json=payload, timeout=limits) as response:
             body = bytearray()
             for chunk in response.iter_bytes():
                 body += chunk
@@ -411,8 +418,7 @@ def _detect(client: Client) -> Api:
 
 
 def _openai(client: Client, endpoint: Endpoint) -> Served:
-    listed = _object(client.find("/v1/models")).get("data")
-    models = {m["id"]: m for m in listed or [] if isinstance(m, dict) and _text(m.get("id"))}
+    models = _models(client)
     if not models:
         raise EvaluationError(
             f"{client.root}/v1/models lists no model", hint="is it an OpenAI-compatible server?"
@@ -441,6 +447,13 @@ def _openai(client: Client, endpoint: Endpoint) -> Served:
     )
 
 
+def _models(client: Client) -> dict[str, dict[str, Any]]:
+    """What OpenAI's API lists, by name. SGLang's servers have it, too."""
+    listed = _object(client.find("/v1/models")).get("data")
+    entries = map(_object, listed if isinstance(listed, list) else [])
+    return {name: entry for entry in entries if (name := _text(entry.get("id")))}
+
+
 def _sglang(client: Client, endpoint: Endpoint) -> Served:
     if endpoint.model is not None:
         raise UsageError(
@@ -449,13 +462,16 @@ def _sglang(client: Client, endpoint: Endpoint) -> Served:
         )
     model = next((found for p in _MODEL_INFO if (found := _object(client.find(p)))), {})
     info = next((found for p in _SERVER_INFO if (found := _object(client.find(p)))), {})
+    limit = _count(info.get("context_length"))
+    for listed in _models(client).values():
+        limit = limit or _count(listed.get("max_model_len"))
     version = _text(info.get("version"))
     return Served(
         SGLang(),
         "SGLang's /generate",
         _text(model.get("model_path")) or "a model",
         _text(info.get("dtype")) or AS_SERVED,
-        _count(info.get("context_length")),
+        limit,
         {"sglang": version} if version else {},
         {name: json.dumps(info[name]) for name in SGLANG_FLAGS if name in info},
     )
@@ -471,6 +487,7 @@ def _language_model(client: Client, wire: Wire, tokenizer: Any, max_new_tokens: 
         postprocess_generated_text,
     )
 
+    lock = threading.Lock()  # two threads in one fast tokenizer may fail
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
 
     class ServerModel(TemplateLM):  # type: ignore[misc]
@@ -484,7 +501,8 @@ def _language_model(client: Client, wire: Wire, tokenizer: Any, max_new_tokens: 
         ) -> list[int]:
             if add_special_tokens is None:
                 add_special_tokens = not has_bos_prefix(string, tokenizer.bos_token)
-            ids: list[int] = tokenizer.encode(string, add_special_tokens=add_special_tokens)
+            with lock:
+                ids: list[int] = tokenizer.encode(string, add_special_tokens=add_special_tokens)
             return ids
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
@@ -520,7 +538,7 @@ def _language_model(client: Client, wire: Wire, tokenizer: Any, max_new_tokens: 
             more.pop("do_sample", None)
             until = handle_stop_sequences(more.pop("until", None), tokenizer.eos_token)
             # A server leaves special tokens out of the text in which it looks for stop strings.
-            singles = [tokenizer.encode(word, add_special_tokens=False) for word in until]
+            singles = [self.tok_encode(word, add_special_tokens=False) for word in until]
             stop_ids = [ids[0] for ids in singles if len(ids) == 1 and ids[0] in special]
             stop = {"stop": until, "stop_token_ids": stop_ids}
             ids = self.tok_encode(prompt)

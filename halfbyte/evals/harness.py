@@ -192,11 +192,12 @@ def _load_tasks(
     """The tasks as lm-eval wants them and as they are reported, their data read."""
     from lm_eval.tasks import TaskManager
 
+    where = f"set {source.name}" if isinstance(source, Suite) else str(source)
+    folders = source.folders() if isinstance(source, Suite) else [str(source)]
+    manager = TaskManager(include_path=folders, include_defaults=False)
     if isinstance(source, Suite):
-        where, manager = f"set {source.name}", TaskManager()
         known = everything = list(source.tasks)
     else:
-        where, manager = str(source), TaskManager(include_path=str(source), include_defaults=False)
         known, everything = manager.all_tasks, manager.all_groups + manager.all_subtasks
     if not known:
         raise EvaluationError(f"{where}: no lm-eval task in the folder")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from halfbyte.errors import EvaluationError
@@ -22,6 +23,8 @@ NAMES = ("article",)
 class SuiteTask:
     """A task or group of lm-eval as it is asked in a set."""
 
+    folder: str
+    """Of its definition, among the tasks of lm-eval."""
     version: str
     """As lm-eval reports it."""
     shots: int
@@ -44,6 +47,13 @@ class Suite:
             raise EvaluationError(
                 f"schema_version is {self.schema_version}, this version reads {SUITE_SCHEMA}"
             )
+
+    def folders(self) -> list[str]:
+        """Where lm-eval defines the tasks. It has thousands of others, which take long to list."""
+        import lm_eval.tasks
+
+        home = Path(lm_eval.tasks.__file__).parent
+        return [str(home / folder) for folder in {task.folder for task in self.tasks.values()}]
 
     def pin(self, name: str, loaded: Any, members: Iterable[Any]) -> None:
         """Give a loaded task or group of lm-eval, and the tasks it consists of, the set's shots.
