@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from halfbyte import __version__, env
-from halfbyte.commands import convert, look, measure
+from halfbyte.commands import convert, look, measure, publish
 from halfbyte.console import Console, explain
 from halfbyte.errors import UsageError
 
@@ -28,6 +28,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "verify": look.verify,
     "eval": measure.evaluate,
     "gate": measure.gate,
+    "push": publish.push,
     "demo": measure.demo,
     "models": look.models,
     "env": look.environment,
@@ -40,6 +41,7 @@ EXAMPLES: Mapping[str, str] = {
   quantize GLM-5.2-FP8 --to int4 --method rtn --group-size 128 -o GLM-5.2-INT4""",
     "plan": """
   quantize plan GLM-5.2-FP8
+  quantize plan zai-org/GLM-5.2-FP8@main
   quantize plan GLM-5.2-FP8 --recipe glm-5-fp8-rest --json""",
     "inspect": """
   quantize inspect GLM-5.2-FP8
@@ -56,6 +58,10 @@ EXAMPLES: Mapping[str, str] = {
   quantize gate fp8.json int4.json
   quantize gate fp8.json int4.json --policy article --margin 0.5
   quantize gate fp8.json int4.json --junit gate.xml --summary summary.md""",
+    "push": """
+  quantize push GLM-5.2-INT4 someone/GLM-5.2-INT4 --dry-run
+  quantize push GLM-5.2-INT4 someone/GLM-5.2-INT4
+  quantize push GLM-5.2-INT4 someone/GLM-5.2-INT4 --public --revision int4""",
     "demo": """
   quantize demo
   quantize demo -o /tmp/demo""",
