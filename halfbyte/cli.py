@@ -28,6 +28,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "verify": look.verify,
     "eval": measure.evaluate,
     "gate": measure.gate,
+    "report": publish.report,
     "card": publish.card,
     "push": publish.push,
     "demo": measure.demo,
@@ -66,6 +67,9 @@ EXAMPLES: Mapping[str, str] = {
   quantize gate baselines int4.json
   quantize gate fp8.json int4.json --policy article --margin 0.5
   quantize gate fp8.json int4.json --junit gate.xml --summary summary.md""",
+    "report": """
+  quantize report GLM-5.2-INT4
+  quantize report GLM-5.2-INT4 --eval int4.json --gate gate.json -o report.html""",
     "card": """
   quantize card GLM-5.2-INT4
   quantize gate fp8.json int4.json -o gate.json

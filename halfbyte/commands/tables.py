@@ -122,9 +122,9 @@ def plan_summary(plan: Plan, duration: Duration) -> list[str]:
 
 def run_record(report: RunReport) -> dict[str, Any]:
     """A run as JSON, without what the report beside the weights holds at length: lines per linear,
-    per scaled input and per rule, and where the source came from."""
+    per scaled input, per rule and per unit, and where the source came from."""
     record = asdict(report)
-    for detail in ("linears", "scaled", "rules", "origin", "schema_version"):
+    for detail in ("linears", "scaled", "rules", "origin", "times", "schema_version"):
         del record[detail]
     return {**record, **_linear_counts(report), "scaled": _scaled_counts(report)}
 
