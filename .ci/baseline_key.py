@@ -14,7 +14,7 @@ from pathlib import Path
 
 import halfbyte
 from halfbyte.core import fingerprint
-from halfbyte.evals.harness import PACKAGES
+from halfbyte.evals.evaluation import VERSIONS
 from halfbyte.evals.report import checkpoint_fingerprint
 from halfbyte.formats.checkpoint import open_checkpoint
 
@@ -24,7 +24,7 @@ def main(checkpoint: str, *words: str) -> None:
         fingerprint(
             [
                 checkpoint_fingerprint(open_checkpoint(Path(checkpoint))),
-                {name: importlib.metadata.version(name) for name in PACKAGES},
+                {name: importlib.metadata.version(name) for name in VERSIONS},
                 files(Path(halfbyte.__file__).parent),
                 [[word, files(Path(word))] for word in words],
             ]
