@@ -51,6 +51,8 @@ def run_tool_calls(
     Raises EvaluationError for files that cannot be read, a chat template without tools or with a
     format of calls that is not known, and a prompt that leaves no room for an answer.
     """
+    if limit is not None and limit < 1:
+        raise EvaluationError(f"a limit of {limit} items leaves nothing to score")
     progress = progress or SilentProgress()
     files = read_tool_tasks(tasks_path)
     if files.left_out:
