@@ -51,8 +51,9 @@ class ModelGenerator:
         for number, prompt in enumerate(ids):
             if len(prompt) + max_new_tokens > self._max_length:
                 raise EvaluationError(
-                    f"prompt {number} has {len(prompt)} tokens, with {max_new_tokens} of an answer "
-                    f"that is more than the maximum length, {self._max_length}",
+                    f"prompt {number + 1} of {len(ids)} has {len(prompt)} tokens; with "
+                    f"{max_new_tokens} of an answer that is more than the maximum length, "
+                    f"{self._max_length}",
                     hint="lower --max-new-tokens, or raise --max-length",
                 )
         stops = [self._token(text) for text in stop]
@@ -117,7 +118,7 @@ def stop_tokens(checkpoint_path: Path, tokenizer: Any) -> list[str]:
     if ids is None:
         ids = tokenizer.eos_token_id
     values = ids if isinstance(ids, list) else [ids]
-    if not values or not all(isinstance(v, int) and 0 <= v < len(tokenizer) for v in values):
+    if not values or not all(type(v) is int and 0 <= v < len(tokenizer) for v in values):
         raise EvaluationError(
             f"{checkpoint_path}: eos_token_id is {ids!r:.80}, the tokenizer has "
             f"{len(tokenizer)} tokens",
