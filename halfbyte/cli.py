@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from halfbyte import __version__, env
-from halfbyte.commands import convert, look, measure
+from halfbyte.commands import convert, look, measure, publish
 from halfbyte.console import Console, explain
 from halfbyte.errors import UsageError
 
@@ -28,6 +28,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "verify": look.verify,
     "eval": measure.evaluate,
     "gate": measure.gate,
+    "card": publish.card,
     "demo": measure.demo,
     "models": look.models,
     "env": look.environment,
@@ -53,13 +54,20 @@ EXAMPLES: Mapping[str, str] = {
   quantize eval GLM-5.2-INT4 --tasks article --backend vllm \\
     --backend-arg tensor_parallel_size=8 --max-length 16384 -o int4.json
   quantize eval GLM-5.2-INT4 --tasks article \\
-    --endpoint http://localhost:30000 -o int4.json""",
+    --endpoint http://localhost:30000 -o int4.json
+  quantize eval GLM-5.2-INT4 --tool-calls bfcl_eval/data -o int4.json
+  quantize eval GLM-5.2-FP8 --tasks tasks --store baselines""",
     "gate": """
   quantize eval GLM-5.2-FP8 --tasks tasks -o fp8.json
   quantize eval GLM-5.2-INT4 --tasks tasks -o int4.json
   quantize gate fp8.json int4.json
+  quantize gate baselines int4.json
   quantize gate fp8.json int4.json --policy article --margin 0.5
   quantize gate fp8.json int4.json --junit gate.xml --summary summary.md""",
+    "card": """
+  quantize card GLM-5.2-INT4
+  quantize gate fp8.json int4.json -o gate.json
+  quantize card GLM-5.2-INT4 --gate gate.json""",
     "demo": """
   quantize demo
   quantize demo -o /tmp/demo""",

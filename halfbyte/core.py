@@ -70,17 +70,50 @@ class TensorInfo:
         return self.end - self.begin
 
 
+@dataclass(frozen=True, slots=True)
+class RepositoryFile:
+    """A file of a repository as the Hub lists it."""
+
+    size: int
+    sha256: str | None
+    """Of files in large file storage; None for those that git itself holds."""
+    blob: str
+    """Git's object id: of a file without `sha256` the SHA-1 over "blob <size>\\0" and the bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """A repository of the Hugging Face Hub at one commit; made by `formats.hub`."""
+
+    name: str
+    """ORG/NAME."""
+    commit: str
+    files: Mapping[str, RepositoryFile]
+    """Those at the top of it, by name."""
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.commit}"
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder as its headers say; made by `formats.checkpoint.open_checkpoint`."""
+    """A checkpoint as its headers say; made by `formats.source.open_source`."""
 
     path: Path
+    """Its folder. That of a repository holds config and side files, and some of the shards."""
     config: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
     shards: Mapping[str, int]
     """Shard file name -> size in bytes, in name order."""
     side_files: tuple[str, ...]
     """Files that travel with the weights (tokenizer, chat template, generation config)."""
+    repository: Repository | None = None
+    """Where shards come from that are not in the folder."""
+
+    @property
+    def origin(self) -> str:
+        """What people know it by: its folder, or repository and commit."""
+        return str(self.repository or self.path)
 
     @property
     def model_type(self) -> str:
@@ -409,6 +442,12 @@ class QuantizedWeight:
     """|E|² / |W|²."""
     fallback: str | None = None
     """None, or what took the place of GPTQ as asked for: "damping x10", ..., "diagonal", "rtn"."""
+    smallest_scale: float = 0.0
+    """Of all groups, signs aside."""
+    mean_scale: float = 0.0
+    largest_scale: float = 0.0
+    peak: float = 0.0
+    """Largest weight over their root mean square."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,6 +465,46 @@ class LinearReport:
     tokens: int
     rung: Rung
     fallback: str | None
+    smallest_scale: float
+    """Smallest, mean and largest scale of a group, signs aside."""
+    mean_scale: float
+    largest_scale: float
+    peak: float
+    """Largest weight over their root mean square, of the weight after scaling: what outliers there
+    are."""
+
+
+@dataclass(frozen=True, slots=True)
+class RuleOutcome:
+    """What a rule of the recipe decided; rules that matched nothing have none."""
+
+    pattern: str
+    action: Action
+    """The rule's: "dequantize" copies a tensor that is plain already."""
+    scheme: str | None
+    tensors: int
+    bytes_in: int
+    bytes_out: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a source checkpoint came from and what its card says, as far as the folder tells; made
+    by `formats.origin.read_origin`. Text in it is the source's: not trusted."""
+
+    name: str
+    """Name of the folder."""
+    repo: str | None = None
+    """Repository on the Hugging Face Hub."""
+    revision: str | None = None
+    """Commit of that repository, 40 hexadecimal digits."""
+    license: str | None = None
+    license_name: str | None = None
+    license_link: str | None = None
+    pipeline_tag: str | None = None
+    library_name: str | None = None
+    language: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,7 +529,7 @@ class ScaledInput:
     With it a reader of the checkpoint can tell what became of the source."""
 
 
-REPORT_SCHEMA = 2
+REPORT_SCHEMA = 3
 _VOLATILE = ("output", "seconds", "peak_bytes", "already_finished")
 
 
@@ -466,8 +545,14 @@ class RunReport:
     source: str
     """`Checkpoint.fingerprint` of what was quantized."""
     versions: Mapping[str, str]
+    origin: Origin
+    rules: tuple[RuleOutcome, ...]
     bytes_in: int
     bytes_out: int
+    whole_in: int
+    """Bytes of the source that every GPU of a tensor-parallel server holds; the rest is divided."""
+    whole_out: int
+    """The same of the output."""
     shards: Mapping[str, str]
     """Shard file -> SHA-256 of the whole file."""
     linears: tuple[LinearReport, ...]
@@ -477,6 +562,10 @@ class RunReport:
     peak_bytes: int = 0
     """Resident, of the process that took most."""
     already_finished: bool = False
+    repository: str | None = None
+    """ORG/NAME of the source on the Hugging Face Hub; None when it was a folder."""
+    commit: str | None = None
+    """The commit of `repository` that was read."""
     schema_version: int = field(default=REPORT_SCHEMA)
 
     def to_json(self) -> dict[str, Any]:
@@ -496,6 +585,9 @@ class RunReport:
             if not isinstance(fields.get(name), dict):
                 raise TypeError(f"{name} is not an object")
         fields["settings"] = Settings(**fields["settings"])
+        origin = {**fields["origin"], "language": tuple(fields["origin"]["language"])}
+        fields["origin"] = Origin(**origin)
+        fields["rules"] = tuple(RuleOutcome(**rule) for rule in fields["rules"])
         fields["linears"] = tuple(LinearReport(**linear) for linear in fields["linears"])
         fields["scaled"] = tuple(ScaledInput(**scaled) for scaled in fields["scaled"])
         fields["warnings"] = tuple(fields["warnings"])

@@ -21,6 +21,7 @@ from halfbyte.errors import CheckpointError, UsageError
 from halfbyte.evals.gate import gate as judge
 from halfbyte.evals.policy import load_policy
 from halfbyte.evals.report import (
+    Answer,
     EvalReport,
     Item,
     MetricScores,
@@ -28,6 +29,7 @@ from halfbyte.evals.report import (
     TaskScores,
     TaskSettings,
 )
+from halfbyte.evals.store import BaselineStore
 
 
 class Outcome(NamedTuple):
@@ -258,6 +260,28 @@ def test_run_prints_one_result_in_each_mode(quantize: Quantize, tiny: Path, tmp_
     )
 
 
+def test_a_run_leaves_its_own_card(quantize: Quantize, tiny_copy: Path, tmp_path: Path) -> None:
+    """Not the source's, whose licence it carries; and one that a new run may replace."""
+    (tiny_copy / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Words of the source\n")
+    words = [tiny_copy, "--to", "int4", "--method", "rtn", "-o", tmp_path / "out", "-q"]
+    assert quantize(*words).exit_code == 0
+    card = tmp_path / "out" / "README.md"
+    written = card.read_text()
+    assert written.startswith("---\nlicense: apache-2.0\n")
+    assert "Words of the source" not in written
+    assert quantize("verify", tmp_path / "out", "--source", tiny_copy).exit_code == 0
+    (tmp_path / "out" / "gate.json").write_text("{}")
+    refused = quantize("card", tmp_path / "out")
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert "gate.json is not a verdict" in refused.stderr
+    assert quantize(*words, "--overwrite").exit_code == 0
+    assert card.read_text() == written
+    card.write_text("# Words of somebody\n")
+    refused = quantize(*words, "--overwrite")
+    assert refused.exit_code == 1
+    assert "README.md, which halfbyte did not write" in refused.stderr
+
+
 def test_verify_exits_1_on_a_mismatch(quantize: Quantize, tiny: Path, tmp_path: Path) -> None:
     output = tmp_path / "out"
     quantize(tiny, "--to", "int4", "--method", "rtn", "-o", output, "-q")
@@ -290,13 +314,42 @@ def test_eval_measures_text_and_saves_what_it_found(
     assert any(re.fullmatch(r"top-1 agreement % +100\.00", line) for line in table)
 
 
-def evaluation(path: Path, right: int, of: int = 1000, task: str = "arithmetic") -> Path:
+def test_eval_measures_once_what_a_store_has(
+    quantize: Quantize, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, store = tmp_path / "text.txt", tmp_path / "baselines"
+    text.write_text("the quick brown fox jumps over the lazy dog " * 20)
+    words = ["eval", tiny, "--text", text, "--sequence-length", 16, "--store", store]
+    first = quantize(*words, "--max-windows", 2, "--json")
+    assert (first.exit_code, first.stderr) == (0, "")
+    other = quantize(*words, "--max-windows", 1)
+    assert re.search(
+        r"not used, since another evaluation, \w+\.json: windows was 2, now 1", other.stderr
+    )
+    assert len(list(store.iterdir())) == 2
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr("halfbyte.evals.evaluation.evaluate_text", never)
+    assert "just this was evaluated before" in quantize(*words, "--max-windows", 2).stderr
+    assert quantize(*words, "--max-windows", 2, "--json").document == first.document
+    text.write_text("another text " * 99)
+    with pytest.raises(AssertionError, match="measured again"):
+        quantize(*words, "--max-windows", 2)
+
+
+def evaluation(
+    path: Path, right: int, of: int = 1000, task: str = "arithmetic", checkpoint: str = "0" * 64
+) -> Path:
     """Saves the scores of a made-up task with `right` answers right."""
     items = tuple(Item(task, i, f"{i:016x}", f"{i:016x}", f"{i:016x}") for i in range(of))
     values = tuple(float(i < right) for i in range(of))
-    scores = TaskScores(task, "1", items, (MetricScores("acc", "none", True, values),), "0" * 64)
+    metrics = (MetricScores("acc", "none", True, values),)
+    answers = tuple(Answer(f"{i:015x}{int(i < right)}") for i in range(of))
+    scores = TaskScores(task, "1", items, metrics, "0" * 64, answers, (), "0" * 64)
     settings = TaskSettings(None, 8, 1024, "float32", {"lm_eval": "0.4.13"})
-    EvalReport("folder", "0" * 64, tasks=TaskResults(settings, (scores,))).write(path)
+    EvalReport("folder", checkpoint, tasks=TaskResults(settings, (scores,))).write(path)
     return path
 
 
@@ -326,6 +379,19 @@ def test_gate_exit_codes(
     assert f"gate: {verdict}" in human.stdout
     assert document.document["verdict"] == verdict
     assert quantize(*words, "--quiet") == (exit_code, "", "")
+
+
+def test_gate_finds_its_baseline_in_a_store(quantize: Quantize, tmp_path: Path) -> None:
+    candidate = evaluation(tmp_path / "candidate.json", 895, checkpoint="1" * 64)
+    store = BaselineStore(tmp_path / "store")
+    words = ("gate", store.folder, candidate, "--policy", "article")
+    store.folder.mkdir()
+    missing = quantize(*words)
+    assert missing.exit_code == 1
+    assert "no evaluation fits the candidate" in missing.stderr
+    store.add({"checkpoint": "0"}, EvalReport.read(evaluation(tmp_path / "fp8.json", 900)))
+    found = quantize(*words, "--json")
+    assert (found.exit_code, found.document["rows"][0]["baseline"]) == (0, 900)
 
 
 def test_the_default_gate_says_what_would_decide(quantize: Quantize, tmp_path: Path) -> None:
@@ -483,9 +549,9 @@ def test_an_interrupted_run_says_how_to_go_on(
 
 
 def test_unknown_sources_are_explained(quantize: Quantize, tmp_path: Path) -> None:
-    outcome = quantize("glm-5.2", "--to", "int4")
+    outcome = quantize("plan", "glm-5.2")
     assert outcome.exit_code == 1
-    assert "hf download zai-org/GLM-5.2-FP8" in outcome.stderr
+    assert "zai-org/GLM-5.2-FP8 is on the Hugging Face Hub, and HF_HUB_OFFLINE" in outcome.stderr
     assert quantize("plan", tmp_path / "absent").exit_code == 1
 
 

@@ -52,6 +52,14 @@ def evaluate(
         list[str] | None,
         typer.Option("--task", help="Score this task; may be repeated. [default: all]"),
     ] = None,
+    tool_calls: Annotated[
+        Path | None,
+        typer.Option(
+            "--tool-calls",
+            metavar="FILE|DIR",
+            help="Score the calls that are made for these questions: .jsonl, or files of BFCL.",
+        ),
+    ] = None,
     limit: Annotated[
         int | None, typer.Option("--limit", min=1, help="Questions per task. [default: all]")
     ] = None,
@@ -102,7 +110,8 @@ def evaluate(
         typer.Option(
             "--max-new-tokens",
             min=1,
-            help="Tokens of an answer, where the task does not say. [default: 256, article 2048]",
+            help="Tokens of an answer, where the task does not say."
+            " [default: 256, article 2048, tool calls 512]",
         ),
     ] = None,
     output: Annotated[
@@ -111,6 +120,15 @@ def evaluate(
             "-o",
             "--output",
             help="Save the evaluation, for `gate`; answers as they come beside it.",
+        ),
+    ] = None,
+    store: Annotated[
+        Path | None,
+        typer.Option(
+            "--store",
+            metavar="DIR",
+            help="Keep the evaluation in this folder, and take it from there when just the same was"
+            " evaluated before.",
         ),
     ] = None,
     fresh: Annotated[
@@ -122,7 +140,7 @@ def evaluate(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Measure perplexity, divergence from a baseline and task scores.
+    """Measure perplexity, divergence from a baseline, task scores and tool calls.
 
     What was answered before an interruption is not asked again when the same command is repeated.
     """
@@ -130,9 +148,10 @@ def evaluate(
     from halfbyte.devices import resolve_device, resolve_dtype
 
     console = open_console(json, quiet, verbose)
-    if text is None and tasks is None:
+    if text is None and tasks is None and tool_calls is None:
         raise UsageError(
-            "nothing to measure", hint="add --text heldout.jsonl, --tasks FOLDER, or both"
+            "nothing to measure",
+            hint="add --text heldout.jsonl, --tasks FOLDER, --tool-calls FILE, or several of them",
         )
     if baseline is not None and text is None:
         raise UsageError("--baseline measures divergence on a text", hint="add --text")
@@ -143,8 +162,15 @@ def evaluate(
     if output is not None and output.is_dir():
         raise UsageError(f"-o {output} is a folder", hint="name a file: -o evaluation.json")
     elsewhere = _engine(backend, backend_argument, endpoint, api, model)
-    if tasks is None and (elsewhere is not None or max_new_tokens is not None):
+    if tasks is None and tool_calls is None and max_new_tokens is not None:
         raise UsageError("there are no tasks to answer", hint="add --tasks FOLDER")
+    if elsewhere is not None and tasks is None:
+        raise UsageError("there are no tasks to answer", hint="add --tasks FOLDER")
+    if elsewhere is not None and tool_calls is not None:
+        raise UsageError(
+            "--tool-calls are asked in this process",
+            hint="measure them by themselves, without --backend and --endpoint",
+        )
     if elsewhere is not None and text is None and device != "auto":
         raise UsageError(
             "--device is where transformers computes",
@@ -153,50 +179,52 @@ def evaluate(
     if endpoint is not None and text is None and dtype != "auto":
         raise UsageError("--dtype: a server computes as it was started", hint="leave it out")
     from halfbyte.evals import engines, kept, suites
-    from halfbyte.evals.harness import run_tasks
-    from halfbyte.evals.report import EvalReport, checkpoint_fingerprint
-    from halfbyte.evals.stream import evaluate_text
-    from halfbyte.formats.checkpoint import open_checkpoint
+    from halfbyte.evals.evaluation import Evaluation
+    from halfbyte.evals.store import BaselineStore
 
-    fingerprint = checkpoint_fingerprint(open_checkpoint(checkpoint))
-    answers = kept.kept_path(output) if output is not None and tasks is not None else None
-    if fresh and answers is not None:
-        answers.unlink(missing_ok=True)
-    # An engine with an "auto" of its own may need the GPU as it is, without a context of ours.
     compute: str = dtype
+    # An engine with an "auto" of its own may need the GPU as it is, without a context of ours.
     if elsewhere is None or text is not None:
         device = resolve_device(device)
         compute = resolve_dtype(dtype, device)
-    text_metrics = task_results = None
-    keeping = nullcontext() if answers is None else resumable(answers, ["--fresh"], [])
-    with keeping, console.working() as progress:
-        if text is not None:
-            text_metrics = evaluate_text(
-                checkpoint,
-                text,
-                baseline=baseline,
-                sequence_length=sequence_length,
-                max_windows=max_windows,
-                device=device,
-                dtype=compute,
-                progress=progress,
-            )
-        if tasks is not None:
-            task_results = run_tasks(
-                checkpoint,
-                suites.load_suite(tasks) if tasks in suites.NAMES else Path(tasks),
-                task,
-                engine=elsewhere or engines.TRANSFORMERS,
-                limit=limit,
-                batch_size=batch_size,
-                max_length=max_length,
-                max_new_tokens=max_new_tokens,
-                device=device,
-                dtype=dtype if elsewhere else compute,
-                answers=answers,
-                progress=progress,
-            )
-    report = EvalReport(str(checkpoint), fingerprint, text_metrics, task_results)
+    source: Path | suites.Suite | None = None
+    if tasks is not None:
+        source = suites.load_suite(tasks) if tasks in suites.NAMES else Path(tasks)
+    asked = Evaluation(
+        checkpoint=checkpoint,
+        text=text,
+        baseline=baseline,
+        sequence_length=sequence_length,
+        max_windows=max_windows,
+        tasks=source,
+        names=tuple(task or ()),
+        tool_calls=tool_calls,
+        engine=elsewhere or engines.TRANSFORMERS,
+        limit=limit,
+        batch_size=batch_size,
+        max_length=max_length,
+        max_new_tokens=max_new_tokens,
+        device=device,
+        dtype=compute,
+        engine_dtype=dtype if elsewhere else compute,
+    )
+    answers = kept.kept_path(output) if output is not None and tasks is not None else None
+    if fresh and answers is not None:
+        answers.unlink(missing_ok=True)
+    report = None
+    if store is not None:
+        baselines, identity = BaselineStore(store), asked.identity()
+        report = baselines.find(identity)
+        if report is not None:
+            console.note(f"{store}: just this was evaluated before")
+        elif nearest := baselines.near(identity):
+            console.note(f"{store}: not used, since another evaluation, {nearest}")
+    if report is None:
+        keeping = nullcontext() if answers is None else resumable(answers, ["--fresh"], [])
+        with keeping, console.working() as progress:
+            report = asked.run(answers, progress)
+        if store is not None:
+            baselines.add(identity, report)
     if output is not None:
         report.write(output)
     if answers is not None:
@@ -238,7 +266,12 @@ def _engine(
 
 
 def gate(
-    baseline: Annotated[Path, typer.Argument(metavar="BASELINE", help="Evaluation of the source.")],
+    baseline: Annotated[
+        Path,
+        typer.Argument(
+            metavar="BASELINE", help="Evaluation of the source, or a --store that has it."
+        ),
+    ],
     candidate: Annotated[
         Path, typer.Argument(metavar="CANDIDATE", help="Evaluation of the quantized checkpoint.")
     ],
@@ -253,6 +286,12 @@ def gate(
     margin: Annotated[
         float | None,
         typer.Option("--margin", help="Points to allow instead of the policy's own."),
+    ] = None,
+    again: Annotated[
+        Path | None,
+        typer.Option(
+            "--again", help="A second evaluation of the source: shows what chance alone does."
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Save the verdict here, as JSON.")
@@ -282,12 +321,14 @@ def gate(
     from halfbyte.evals.gate import gate as judge
     from halfbyte.evals.policy import load_policy
     from halfbyte.evals.report import EvalReport
+    from halfbyte.evals.store import read_baseline
     from halfbyte.formats.files import write_atomic
 
     console = open_console(json, quiet)
     rule = load_policy(policy, margin)
-    reports = EvalReport.read(baseline), EvalReport.read(candidate)
-    verdict = judge(*reports, rule)
+    judged = EvalReport.read(candidate)
+    reports = read_baseline(baseline, judged), judged
+    verdict = judge(*reports, rule, None if again is None else EvalReport.read(again))
     if output is not None:
         write_atomic(output, dumps(verdict.to_json(), indent=2).encode() + b"\n")
     if junit is not None:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfbyte.console import Column, Table
-from halfbyte.core import Checkpoint, Plan, RunReport, TensorPlan
+from halfbyte.core import Checkpoint, Plan, RunReport
 from halfbyte.formats.weights import layer_index, model_order, quantization_config
+from halfbyte.quantize.plan import rule_outcomes
 from halfbyte.units import format_bytes, format_gib, format_seconds
 
 if TYPE_CHECKING:
@@ -25,34 +26,14 @@ if TYPE_CHECKING:
 # A plan.
 
 
-def plan_rules(plan: Plan) -> list[dict[str, Any]]:
-    """What each rule decides: tensors, bytes in and out; rules that match nothing are left out."""
-    decided: dict[int, list[TensorPlan]] = {}
-    for tensor in plan.tensors:
-        decided.setdefault(tensor.rule, []).append(tensor)
-    return [
-        {
-            "pattern": plan.recipe.rules[rule].pattern,
-            # The rule's action: "dequantize" copies a tensor that is plain already.
-            "action": plan.recipe.rules[rule].action,
-            "scheme": str(tensors[0].scheme) if tensors[0].scheme else None,
-            "tensors": len(tensors),
-            "bytes_in": sum(tensor.source.nbytes for tensor in tensors),
-            "bytes_out": sum(output.nbytes for tensor in tensors for output in tensor.outputs),
-            "reason": plan.recipe.rules[rule].reason,
-        }
-        for rule, tensors in sorted(decided.items())
-    ]
-
-
 def plan_record(plan: Plan, duration: Duration) -> dict[str, Any]:
     """A plan as JSON: its rules, sizes, memory, time and what config.json will say."""
     return {
-        "source": str(plan.checkpoint.path),
+        "source": plan.checkpoint.origin,
         "model_type": plan.checkpoint.model_type,
         "recipe": plan.recipe.name,
         "settings": asdict(plan.settings),
-        "rules": plan_rules(plan),
+        "rules": [asdict(rule) for rule in rule_outcomes(plan)],
         "bytes_in": plan.checkpoint.nbytes,
         "bytes_out": plan.bytes_out,
         "shards": {shard.file: shard.nbytes for shard in plan.shards},
@@ -66,7 +47,7 @@ def plan_record(plan: Plan, duration: Duration) -> dict[str, Any]:
 
 def plan_table(plan: Plan) -> Table:
     """A row per rule: what it does to how many tensors and bytes, and why."""
-    rules = plan_rules(plan)
+    rules = rule_outcomes(plan)
     return Table(
         columns=(
             Column("action"),
@@ -77,17 +58,17 @@ def plan_table(plan: Plan) -> Table:
         ),
         rows=tuple(
             (
-                f"{rule['action']} {rule['scheme']}" if rule["scheme"] else rule["action"],
-                f"{rule['tensors']:,}",
-                format_bytes(rule["bytes_in"]),
-                format_bytes(rule["bytes_out"]),
-                rule["reason"],
+                f"{rule.action} {rule.scheme}" if rule.scheme else rule.action,
+                f"{rule.tensors:,}",
+                format_bytes(rule.bytes_in),
+                format_bytes(rule.bytes_out),
+                rule.reason,
             )
             for rule in rules
         ),
         total=(
             "total",
-            f"{sum(rule['tensors'] for rule in rules):,}",
+            f"{sum(rule.tensors for rule in rules):,}",
             format_bytes(plan.checkpoint.nbytes),
             format_bytes(plan.bytes_out),
             f"{format_gib(plan.checkpoint.nbytes)} -> {format_gib(plan.bytes_out)}",
@@ -123,7 +104,7 @@ def plan_summary(plan: Plan, duration: Duration) -> list[str]:
     if on_disk := [what for what, place in places.items() if place == "disk"]:
         peak += f"; {' and '.join(on_disk)} on the disk"
     return [
-        f"source       {plan.checkpoint.path} ({plan.checkpoint.model_type})",
+        f"source       {plan.checkpoint.origin} ({plan.checkpoint.model_type})",
         f"recipe       {plan.recipe.name}: {plan.recipe.description}",
         f"method       {settings.method} on {settings.device} in {settings.dtype}{calibration}",
         peak,
@@ -139,10 +120,11 @@ def plan_summary(plan: Plan, duration: Duration) -> list[str]:
 
 
 def run_record(report: RunReport) -> dict[str, Any]:
-    """A run as JSON, without the lines per linear and per scaled input that the report beside the
-    weights holds."""
+    """A run as JSON, without what the report beside the weights holds at length: lines per linear,
+    per scaled input and per rule, and where the source came from."""
     record = asdict(report)
-    del record["linears"], record["scaled"], record["schema_version"]
+    for detail in ("linears", "scaled", "rules", "origin", "schema_version"):
+        del record[detail]
     return {**record, **_linear_counts(report), "scaled": _scaled_counts(report)}
 
 
@@ -213,7 +195,7 @@ def checkpoint_record(checkpoint: Checkpoint) -> dict[str, Any]:
             sizes["tensors"] += 1
             sizes["bytes"] += tensor.nbytes
     return {
-        "path": str(checkpoint.path),
+        "path": checkpoint.origin,
         "model_type": checkpoint.model_type,
         "bytes": checkpoint.nbytes,
         "tensors": len(checkpoint.tensors),

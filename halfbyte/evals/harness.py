@@ -20,13 +20,16 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from halfbyte.calibration.data import load_tokenizer
 from halfbyte.errors import EvaluationError
+from halfbyte.evals.answers import AnswerReader
 from halfbyte.evals.asking import language_model
 from halfbyte.evals.endpoint import Endpoint
 from halfbyte.evals.engines import TRANSFORMERS, Backend, open_engine
 from halfbyte.evals.kept import keep_answers
 from halfbyte.evals.record import encode
 from halfbyte.evals.report import (
+    Answer,
     Item,
     MetricScores,
     TaskResults,
@@ -112,19 +115,20 @@ def run_tasks(
             dtype=opened.dtype,
             versions={name: importlib.metadata.version(name) for name in PACKAGES}
             | opened.versions,
-            max_new_tokens=opened.max_new_tokens,
             backend=opened.name,
             flags=opened.flags,
         )
         identity = {
             "checkpoint": checkpoint_fingerprint(open_checkpoint(checkpoint_path)),
             "settings": encode(settings),
+            "max_new_tokens": opened.max_new_tokens,
             "tasks": {name: str(task.VERSION) for name, task in loaded["tasks"].items()},
             "server": opened.identity,
         }
         kept = stack.enter_context(keep_answers(answers, identity, progress))
         results = _evaluate(language_model(opened, kept, progress), loaded, limit)
-        return TaskResults(settings, tuple(_scores(task, results) for task in plan))
+        reader = AnswerReader(load_tokenizer(checkpoint_path), opened.max_new_tokens)
+        return TaskResults(settings, tuple(_scores(task, results, reader) for task in plan))
 
 
 class _PlannedTask(NamedTuple):
@@ -253,33 +257,47 @@ def _evaluate(lm: Any, loaded: Mapping[str, Any], limit: int | None) -> Mapping[
     return results
 
 
-def _scores(task: _PlannedTask, results: Mapping[str, Any]) -> TaskScores:
+def _scores(task: _PlannedTask, results: Mapping[str, Any], reader: AnswerReader) -> TaskScores:
     """Pool the item values of a task's members, metric by metric and filter by filter."""
-    digest = hashlib.sha256()
+    digest, tokens = hashlib.sha256(), hashlib.sha256()
     items: list[Item] = []
+    answers: list[Answer] = []
+    generation: set[str] = set()
     values: dict[tuple[str, str], list[float]] = {}
     better: dict[tuple[str, str], bool] = {}
     for member in task.members:
-        samples = results["samples"][member]
-        filters = list(dict.fromkeys(sample["filter"] for sample in samples))
+        by_filter: dict[str, list[Any]] = {}
+        for sample in results["samples"][member]:
+            by_filter.setdefault(sample["filter"], []).append(sample)
         # lm-eval keeps metrics in the order of the YAML here.
         for metric, higher_is_better in results["higher_is_better"][member].items():
-            for name in filters:
-                found = [s.get(metric) for s in samples if s["filter"] == name]
+            for name, samples in by_filter.items():
                 pooled = values.setdefault((metric, name), [])
-                pooled += [_number(member, metric, value) for value in found]
+                pooled += [_number(member, metric, s.get(metric)) for s in samples]
                 better[metric, name] = higher_is_better
         digest.update(f"{member} {results['versions'][member]}\n".encode())
-        for sample in (s for s in samples if s["filter"] == filters[0]):
+        for filtered in zip(*by_filter.values(), strict=True):
+            sample = filtered[0]
             hashes = [sample[f"{part}_hash"] for part in ("doc", "prompt", "target")]
             digest.update("\n".join([str(sample["doc_id"]), *hashes, ""]).encode())
             items.append(Item(member, sample["doc_id"], *(text[:16] for text in hashes)))
+            answers.append(reader.answer(filtered))
+            tokens.update(reader.question(sample))
+            generation |= reader.generation(sample)
     metrics = tuple(
         MetricScores(metric, name, better[metric, name], tuple(found))
         for (metric, name), found in values.items()
     )
-    version = str(results["versions"].get(task.name))
-    return TaskScores(task.name, version, tuple(items), metrics, digest.hexdigest())
+    return TaskScores(
+        name=task.name,
+        version=str(results["versions"].get(task.name)),
+        items=tuple(items),
+        metrics=metrics,
+        items_sha256=digest.hexdigest(),
+        answers=tuple(answers),
+        generation=tuple(sorted(generation)),
+        tokens_sha256=tokens.hexdigest(),
+    )
 
 
 def _number(task: str, metric: str, value: Any) -> float:

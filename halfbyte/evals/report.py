@@ -21,7 +21,7 @@ from halfbyte.errors import EvaluationError
 from halfbyte.evals.record import decode, encode
 from halfbyte.formats.files import write_atomic
 
-EVALUATION_SCHEMA = 1
+EVALUATION_SCHEMA = 2
 SAMPLE_BYTES = 512
 
 
@@ -36,6 +36,23 @@ class Item(NamedTuple):
     """First 16 hexadecimal digits of SHA-256, as of `prompt` and `target`."""
     prompt: str
     target: str
+
+
+class Answer(NamedTuple):
+    """What the model made of a question, as far as it shows whether the evaluation worked."""
+
+    sha256: str
+    """First 16 hexadecimal digits, of the text or of the log-probabilities of the choices."""
+    choices: int = 0
+    """How many were scored; 0 where text was generated."""
+    spread: float = 0.0
+    """Log-probability of the likeliest choice less that of the least likely, in nats."""
+    tokens: int = 0
+    """Of the text."""
+    capped: bool = False
+    """Whether the text ends where the limit of tokens does."""
+    unread: tuple[str, ...] = ()
+    """Filters that found no answer in the text."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +110,12 @@ class TaskScores:
     """In the task's own order; the first is its primary metric."""
     items_sha256: str
     """Hash over the full content hashes of all items: equal for the same questions."""
+    answers: tuple[Answer, ...]
+    """To each item."""
+    generation: tuple[str, ...]
+    """How text was generated: stop strings, limit of tokens and the like, as JSON, once each."""
+    tokens_sha256: str
+    """Hash over the tokens of all prompts and choices: equal for the same tokenizer."""
 
     def __post_init__(self) -> None:
         if not self.metrics or not self.items:
@@ -105,6 +128,10 @@ class TaskScores:
                     f"task {self.name}: {metric.name} has {metric.count} values "
                     f"for {len(self.items)} items"
                 )
+        if len(self.answers) != len(self.items):
+            raise EvaluationError(
+                f"task {self.name} has {len(self.answers)} answers for {len(self.items)} items"
+            )
 
 
 @dataclass(frozen=True)
@@ -120,8 +147,6 @@ class TaskSettings:
     """Of what computes the answers, "as served" for a server that does not say."""
     versions: Mapping[str, str]
     """Package -> version, the engine's own among them where it is known."""
-    max_new_tokens: int = 256
-    """Tokens of an answer, for tasks that set no limit of their own."""
     backend: str = "hf"
     """What answered: "hf", "vllm", "sglang", "openai endpoint", "sglang endpoint"."""
     flags: Mapping[str, str] = field(default_factory=dict)
@@ -141,6 +166,40 @@ class TaskResults:
 
 
 @dataclass(frozen=True)
+class Histogram:
+    """How many values lie where."""
+
+    edges: tuple[float, ...]
+    """Upper ends of all bins but the last, which has none; a value on an edge counts below it."""
+    counts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.counts) != len(self.edges) + 1:
+            raise EvaluationError(
+                f"{len(self.counts)} counts for {len(self.edges)} edges, one more is expected"
+            )
+
+
+@dataclass(frozen=True)
+class WorstToken:
+    """A token before which the two distributions differ most."""
+
+    window: int
+    position: int
+    """Of the token in its window."""
+    kl: float
+    context: str
+    """The end of the text before it."""
+    token: str
+    probability: float
+    """Of the token, by this checkpoint."""
+    baseline_probability: float
+    choice: str
+    """Token that this checkpoint holds most likely."""
+    baseline_choice: str
+
+
+@dataclass(frozen=True)
 class Divergence:
     """How far the next-token distributions are from a baseline's, over all predicted tokens."""
 
@@ -152,6 +211,10 @@ class Divergence:
     p99_kl: float
     top1_agreement: float
     """Share of tokens whose most likely prediction is the baseline's."""
+    histogram: Histogram
+    """Of the KL divergence per token."""
+    worst: tuple[WorstToken, ...]
+    """The largest divergence first."""
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,25 @@ only for a few thousand positions at a time and are never stored.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from halfbyte.calibration.architecture import Architecture
-from halfbyte.calibration.data import consecutive_windows, text_sha256
+from halfbyte.calibration.data import consecutive_windows, load_tokenizer, text_sha256
 from halfbyte.calibration.runner import LayerRunner
 from halfbyte.core import Checkpoint
 from halfbyte.errors import EvaluationError
-from halfbyte.evals.report import Divergence, TextMetrics, checkpoint_fingerprint
+from halfbyte.evals.report import (
+    Divergence,
+    Histogram,
+    TextMetrics,
+    WorstToken,
+    checkpoint_fingerprint,
+)
 from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.rows import Rows
 from halfbyte.formats.shards import ShardReader
@@ -27,6 +35,12 @@ from halfbyte.progress import Progress, SilentProgress
 
 LOGITS_AT_ONCE = 1 << 24
 """Elements of a block of logits, at least one window; a few such blocks exist at a time."""
+
+KL_EDGES = tuple(10 ** (quarter / 4) for quarter in range(-32, 9))
+"""Nats; four bins to a decade from 1e-8 to 100."""
+WORST_TOKENS = 20
+CONTEXT_TOKENS = 24
+"""Tokens that are shown before one of the worst."""
 
 
 def evaluate_text(
@@ -75,6 +89,8 @@ def evaluate_text(
             median_kl=_quantile(kl, 0.5),
             p99_kl=_quantile(kl, 0.99),
             top1_agreement=positions.agreeing / count,
+            histogram=_histogram(kl),
+            worst=_in_words(positions.worst, tokens, candidate),
         )
     return TextMetrics(
         tokens_sha256=text_sha256(tokens),
@@ -124,6 +140,18 @@ def _run(
         return _Final(state.hidden, runner.norm("model.norm.weight"), runner.head())
 
 
+class _Worst(NamedTuple):
+    """A position of large divergence, by token ids."""
+
+    kl: float
+    place: int
+    """Number of the position among all that are predicted."""
+    probability: float
+    baseline_probability: float
+    choice: int
+    baseline_choice: int
+
+
 @dataclass
 class _Positions:
     """Sums over the predicted positions seen so far."""
@@ -133,6 +161,8 @@ class _Positions:
     divergence: list[torch.Tensor] = field(default_factory=list)
     """KL per position, float32."""
     agreeing: int = 0
+    worst: list[_Worst] = field(default_factory=list)
+    """The largest divergence first, `WORST_TOKENS` at most."""
 
 
 @torch.no_grad()
@@ -145,14 +175,74 @@ def _compare(finals: list[_Final], tokens: torch.Tensor, progress: Progress) -> 
     for start in range(0, count, step):
         sequences = slice(start, min(start + step, count))
         candidate, *baseline = (final.log_probabilities(sequences) for final in finals)
-        chosen = candidate.gather(-1, tokens[sequences, 1:].reshape(-1, 1))
-        sums.nll -= chosen.sum(dtype=torch.float64).item()
+        text = tokens[sequences, 1:].reshape(-1, 1)
+        sums.nll -= candidate.gather(-1, text).sum(dtype=torch.float64).item()
         sums.count += len(candidate)
         for base in baseline:
-            sums.divergence.append((base.exp() * (base - candidate)).sum(-1).cpu())
+            kl = (base.exp() * (base - candidate)).sum(-1)
+            sums.divergence.append(kl.cpu())
             sums.agreeing += int((candidate.argmax(-1) == base.argmax(-1)).sum())
+            sums.worst += _worst(kl, candidate, base, text, start * (length - 1))
+            # Equal ones by place, so that the size of blocks decides nothing.
+            sums.worst = sorted(sums.worst, key=lambda w: (-w.kl, w.place))[:WORST_TOKENS]
         progress.advance(sequences.stop - sequences.start)
     return sums
+
+
+def _worst(
+    kl: torch.Tensor, candidate: torch.Tensor, base: torch.Tensor, text: torch.Tensor, first: int
+) -> Iterator[_Worst]:
+    """The positions of a block that diverge most. `candidate` and `base` are log probabilities
+    [n, vocabulary] of the next token, which is `text` [n, 1]; the block begins with place `first`.
+    """
+    rows = kl.topk(min(WORST_TOKENS, len(kl))).indices
+    own, theirs, token = candidate[rows], base[rows], text[rows]
+    columns = (
+        kl[rows],
+        rows + first,
+        own.gather(-1, token).exp()[:, 0],
+        theirs.gather(-1, token).exp()[:, 0],
+        own.argmax(-1),
+        theirs.argmax(-1),
+    )
+    return map(_Worst._make, zip(*(column.tolist() for column in columns), strict=True))
+
+
+def _in_words(
+    worst: Sequence[_Worst], tokens: torch.Tensor, folder: Path
+) -> tuple[WorstToken, ...]:
+    """The same by the tokenizer of `folder`; `tokens` are the windows [sequences, length]."""
+    tokenizer = load_tokenizer(folder)
+
+    def words(ids: list[int]) -> str:
+        text: str = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        return text
+
+    found = []
+    for one in worst:
+        window, place = divmod(one.place, tokens.shape[1] - 1)
+        position = place + 1
+        ids = tokens[window].tolist()
+        found.append(
+            WorstToken(
+                window=window,
+                position=position,
+                kl=one.kl,
+                context=words(ids[max(0, position - CONTEXT_TOKENS) : position]),
+                token=words([ids[position]]),
+                probability=one.probability,
+                baseline_probability=one.baseline_probability,
+                choice=words([one.choice]),
+                baseline_choice=words([one.baseline_choice]),
+            )
+        )
+    return tuple(found)
+
+
+def _histogram(kl: torch.Tensor) -> Histogram:
+    edges = torch.tensor(KL_EDGES, dtype=torch.float64)
+    counts = torch.bucketize(kl.double(), edges).bincount(minlength=len(KL_EDGES) + 1)
+    return Histogram(KL_EDGES, tuple(counts.tolist()))
 
 
 def _quantile(ordered: torch.Tensor, share: float) -> float:

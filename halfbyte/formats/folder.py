@@ -15,6 +15,14 @@ WORK_FOLDER = ".halfbyte"
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 REPORT_FILE = "halfbyte_report.json"
+RUN_FILE = "halfbyte_run.json"
+"""What a run took, which differs from run to run."""
+PAGE_FILE = "halfbyte_report.html"
+GATE_FILE = "gate.json"
+CARD_FILE = "README.md"
+CARD_MARK = "<!-- written by `quantize card`, which replaces it -->"
+"""Line that tells our card from one that somebody wrote."""
+MAX_CARD_BYTES = 1 << 20
 JOURNAL_FILE = "journal.jsonl"
 
 
@@ -39,7 +47,7 @@ def prepare_folder(folder: Path, plan: Plan, *, resume: bool, overwrite: bool) -
             f"{present[0]} the first" + (", of an unfinished run" if unfinished else ""),
             hint="go on with --resume, start again with --overwrite, or choose another -o DIR",
         )
-    foreign = [name for name in present if not _is_ours(name, plan)]
+    foreign = [name for name in present if not _is_ours(folder, name, plan)]
     if foreign or (present and WORK_FOLDER not in present and REPORT_FILE not in present):
         raise OutputError(
             f"{folder} holds {(foreign or present)[0]}, which halfbyte did not write, so nothing "
@@ -63,11 +71,22 @@ def prepare_folder(folder: Path, plan: Plan, *, resume: bool, overwrite: bool) -
         ) from error
 
 
-def _is_ours(name: str, plan: Plan) -> bool:
-    """Whether a run of this plan, or of another plan for the same model, writes such a file."""
-    ours = {CONFIG_FILE, INDEX_FILE, REPORT_FILE, WORK_FOLDER, *plan.checkpoint.side_files}
+def _is_ours(folder: Path, name: str, plan: Plan) -> bool:
+    """Whether a run of this plan, or of another plan for the same model, writes such a file, or
+    we do about it."""
+    if name == CARD_FILE:
+        return is_our_card(folder / name)
+    ours = {CONFIG_FILE, INDEX_FILE, REPORT_FILE, RUN_FILE, PAGE_FILE, GATE_FILE, WORK_FOLDER}
+    ours |= set(plan.checkpoint.side_files)
     stem = name.removesuffix(".partial")
     return stem in ours or re.fullmatch(r"model-\d{5}-of-\d{5}\.safetensors", stem) is not None
+
+
+def is_our_card(path: Path) -> bool:
+    """Whether a model card is one that `quantize card` wrote."""
+    if not path.is_file() or path.stat().st_size > MAX_CARD_BYTES:
+        return False
+    return CARD_MARK.encode() in path.read_bytes().splitlines()
 
 
 def _require_room(folder: Path, plan: Plan) -> None:

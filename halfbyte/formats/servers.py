@@ -30,6 +30,18 @@ PACKED = "pack-quantized"
 FP8_FORMATS = frozenset({"float-quantized", "naive-quantized"})
 
 
+_WHOLE = re.compile(
+    r".*(norm|\.mlp\.gate|\.(q_a_proj|kv_a_proj_with_mqa|eh_proj)|\.indexer\.\w+)(\.\w+)?"
+)
+"""Tensors that vLLM and SGLang do not divide: norms, routers, what compresses the inputs of latent
+attention, the indexer, and the glue of an MTP layer."""
+
+
+def is_divided(name: str) -> bool:
+    """Whether servers split a tensor over the GPUs of a tensor-parallel group."""
+    return _WHOLE.fullmatch(name) is None
+
+
 class LoadRefused(Exception):
     """The server would stop with an error; the message is the reason."""
 

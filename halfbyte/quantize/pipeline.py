@@ -27,13 +27,15 @@ from halfbyte.errors import CheckpointError, ResumeError
 from halfbyte.formats.config import without_quantization
 from halfbyte.formats.folder import CONFIG_FILE, REPORT_FILE, WORK_FOLDER, prepare_folder
 from halfbyte.formats.journal import Commit, identity_difference
+from halfbyte.formats.origin import read_origin
+from halfbyte.formats.servers import is_divided
 from halfbyte.formats.shards import ShardReader
 from halfbyte.formats.writer import CheckpointWriter, SavedState
 from halfbyte.progress import Progress, SilentProgress
 from halfbyte.quantize.duration import STATE_INTERVAL
 from halfbyte.quantize.memory import calibrates
 from halfbyte.quantize.phases import Phases
-from halfbyte.quantize.plan import package_versions, with_calibration
+from halfbyte.quantize.plan import package_versions, rule_outcomes, with_calibration
 from halfbyte.quantize.recipe import recipe_to_dict
 from halfbyte.quantize.shares import shares
 from halfbyte.ranks import Ranks
@@ -162,6 +164,7 @@ def _finish(
     records = [record_of[unit.name] for unit in plan.units]  # committed in any order of ranks
     linears = tuple(LinearReport(**line) for r in records for line in r["linears"])
     scaled = tuple(ScaledInput(**line) for r in records for line in r["scaled"])
+    undivided = [tensor for tensor in plan.tensors if not is_divided(tensor.name)]
     report = RunReport(
         output=str(output),
         fingerprint=plan.fingerprint,
@@ -169,8 +172,12 @@ def _finish(
         recipe=identity["recipe"],
         source=identity["source"]["headers"],
         versions=identity["versions"],
+        origin=read_origin(plan.checkpoint),
+        rules=rule_outcomes(plan),
         bytes_in=plan.checkpoint.nbytes,
         bytes_out=plan.bytes_out,
+        whole_in=sum(t.source.nbytes for t in undivided),
+        whole_out=sum(o.nbytes for t in undivided for o in t.outputs),
         shards=writer.shard_hashes(),
         linears=linears,
         scaled=scaled,

@@ -23,6 +23,7 @@ from halfbyte.core import (
     Plan,
     Recipe,
     Rule,
+    RuleOutcome,
     Settings,
     ShardLayout,
     StoredWeight,
@@ -169,6 +170,25 @@ def package_versions(settings: Settings) -> dict[str, str]:
         name: importlib.metadata.version(name)
         for name in ("halfbyte", "torch", "transformers", "safetensors", *engine)
     }
+
+
+def rule_outcomes(plan: Plan) -> tuple[RuleOutcome, ...]:
+    """What each rule decides, in the order of the recipe; those that match nothing are left out."""
+    decided: dict[int, list[TensorPlan]] = {}
+    for tensor in plan.tensors:
+        decided.setdefault(tensor.rule, []).append(tensor)
+    return tuple(
+        RuleOutcome(
+            pattern=plan.recipe.rules[rule].pattern,
+            action=plan.recipe.rules[rule].action,
+            scheme=str(tensors[0].scheme) if tensors[0].scheme else None,
+            tensors=len(tensors),
+            bytes_in=sum(tensor.source.nbytes for tensor in tensors),
+            bytes_out=sum(output.nbytes for tensor in tensors for output in tensor.outputs),
+            reason=plan.recipe.rules[rule].reason,
+        )
+        for rule, tensors in sorted(decided.items())
+    )
 
 
 def _tensor_plan(weight: StoredWeight, rule: Rule, index: int) -> TensorPlan:

@@ -137,23 +137,23 @@ def solve(
     # A linear whose output is always zero cannot be wrong by much either.
     shares = [part / whole.where(whole > 0, torch.inf) for part, whole in
               ((error, energy), (rtn_error, energy), (off, square))]  # fmt: skip
-    measured = torch.stack([*shares, worse.double()], dim=-1).tolist()
+    sizes = _scale_sizes(scales, parts)
+    peaks = _peaks(weights, square, parts)
+    measured = torch.stack([*shares, *sizes, peaks, worse.double()], dim=-1).tolist()
     linears = []
     for item in range(batch):
         start, stack = 0, []
-        for height, (error_share, rtn_share, weight_share, plainly) in zip(
-            parts, measured[item], strict=True
-        ):
+        for height, (*figures, plainly) in zip(parts, measured[item], strict=True):
+            names = ("error", "rtn_error", "weight_error", *_SCALE_SIZES, "peak")
+            numbers = dict(zip(names, map(_digits, figures), strict=True))
             where = item, slice(start, start + height)
             start += height
             stack.append(
                 QuantizedWeight(
                     codes[where],
                     scales[where],
-                    error=_digits(error_share),
-                    rtn_error=_digits(rtn_share),
-                    weight_error=_digits(weight_share),
                     fallback=HELD_OUT if plainly else fallbacks[item],
+                    **numbers,
                 )
             )
         linears.append(tuple(stack))
@@ -260,6 +260,10 @@ def report_of(
         tokens=stats.tokens if stats else 0,
         rung=stats.rung if stats else "weights-only",
         fallback=quantized.fallback,
+        smallest_scale=quantized.smallest_scale,
+        mean_scale=quantized.mean_scale,
+        largest_scale=quantized.largest_scale,
+        peak=quantized.peak,
     )
 
 
@@ -289,6 +293,27 @@ def _energy(rows: torch.Tensor, inputs: Inputs | None) -> torch.Tensor:
 def _by_part(rows: torch.Tensor, parts: Sequence[int]) -> torch.Tensor:
     """Sums [B, parts] of numbers [B, N] by the linear a row belongs to."""
     return torch.stack([part.sum(1) for part in rows.split(tuple(parts), dim=1)], dim=1)
+
+
+_SCALE_SIZES = ("smallest_scale", "mean_scale", "largest_scale")
+
+
+def _scale_sizes(scales: torch.Tensor, parts: Sequence[int]) -> list[torch.Tensor]:
+    """Smallest, mean and largest size of the scales [B, N, groups] of each linear, float64
+    [B, parts] each."""
+    sizes = scales.abs().double().split(tuple(parts), dim=1)
+    kinds = torch.Tensor.amin, torch.Tensor.mean, torch.Tensor.amax
+    return [torch.stack([kind(part, dim=(1, 2)) for part in sizes], dim=1) for kind in kinds]
+
+
+def _peaks(weights: torch.Tensor, square: torch.Tensor, parts: Sequence[int]) -> torch.Tensor:
+    """Largest over root mean square of the weights [B, N, K] of each linear, whose sums of squares
+    are `square` [B, parts]; 0 for a linear of zeros."""
+    low, high = weights.aminmax(dim=-1)  # unlike abs(), no second copy of the weights
+    largest = torch.maximum(-low, high).double()
+    peaks = torch.stack([part.amax(1) for part in largest.split(tuple(parts), dim=1)], dim=1)
+    count = torch.tensor(parts, device=square.device) * weights.shape[-1]
+    return peaks / (square / count).sqrt().where(square > 0, torch.inf)
 
 
 def _true(flags: list[list[bool]], parts: Sequence[int]) -> list[tuple[int, slice]]:

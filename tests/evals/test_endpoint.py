@@ -54,6 +54,13 @@ def test_every_item_scores_as_in_this_process(
     ]
     for ours, theirs in zip(found.tasks, in_process.tasks, strict=True):
         assert (ours.items, ours.metrics) == (theirs.items, theirs.metrics)
+        assert ours.tokens_sha256 == theirs.tokens_sha256
+        for answer, other in zip(ours.answers, theirs.answers, strict=True):
+            if other.choices:  # which are computed in batches here and one by one there
+                assert answer.choices == other.choices
+                assert answer.spread == pytest.approx(other.spread, abs=1e-3)
+            else:
+                assert answer == other
     assert 0 < sum(task.metrics[0].mean for task in found.tasks) < len(TASKS)
     assert server.most_at_once == 4
     settings = found.settings

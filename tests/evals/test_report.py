@@ -18,17 +18,30 @@ from hypothesis import strategies as st
 
 from halfbyte.errors import EvaluationError
 from halfbyte.evals.report import (
+    Answer,
     Divergence,
     EvalReport,
+    Histogram,
     Item,
     MetricScores,
     TaskResults,
     TaskScores,
     TaskSettings,
     TextMetrics,
+    WorstToken,
     checkpoint_fingerprint,
 )
 from halfbyte.formats.checkpoint import open_checkpoint
+
+DIVERGENCE = Divergence(
+    "b",
+    1,
+    2,
+    3,
+    0.5,
+    Histogram((1e-3, 1.0), (2000, 40, 4)),
+    (WorstToken(3, 7, 3.5, "so it ", "is", 0.25, 0.5, "was", "is"),),
+)
 
 
 def full_report() -> EvalReport:
@@ -38,11 +51,19 @@ def full_report() -> EvalReport:
         MetricScores("error", "none", False, (0.25, 1e-9, 3.0)),
     )
     settings = TaskSettings(3, 16, 1024, "float32", {"lm_eval": "0.4.13"})
+    answers = (
+        Answer("1" * 16, choices=4, spread=1e-9),
+        Answer("2" * 16, tokens=128, capped=True, unread=("strict", "flexible")),
+        Answer("3" * 16, tokens=3),
+    )
+    scores = TaskScores(
+        "sums", "1.0", items, metrics, "e" * 64, answers, ('{"max_gen_toks": 128}',), "a" * 64
+    )
     return EvalReport(
         checkpoint="models/a",
         fingerprint="f" * 64,
-        text=TextMetrics("c" * 64, 4, 512, "float32", 2044, 2.25, Divergence("b", 1, 2, 3, 0.5)),
-        tasks=TaskResults(settings, (TaskScores("sums", "1.0", items, metrics, "e" * 64),)),
+        text=TextMetrics("c" * 64, 4, 512, "float32", 2044, 2.25, DIVERGENCE),
+        tasks=TaskResults(settings, (scores,)),
     )
 
 
@@ -68,7 +89,7 @@ def test_file_holds_the_report(tmp_path: Path) -> None:
     report.write(path)
     assert EvalReport.read(path) == report
     record = json.loads(path.read_text())
-    assert record["schema_version"] == 1
+    assert record["schema_version"] == 2
     assert record["text"]["perplexity"] == math.exp(2.25)
     assert record["tasks"]["tasks"][0]["metrics"][0]["total"] == 2
     assert record["tasks"]["tasks"][0]["items"][1] == ["sums", 1, "d1", "p1", "t1"]
@@ -92,7 +113,7 @@ METRIC = (*TASK, "metrics", 0)
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda r: r.update(schema_version=2), "schema_version is 2, this version reads 1"),
+        (lambda r: r.update(schema_version=1), "schema_version is 1, this version reads 2"),
         (lambda r: r.pop("schema_version"), "schema_version is None"),
         (lambda r: r.pop("fingerprint"), "fingerprint: missing field"),
         (lambda r: r.update(more=1), "more: unknown field"),
@@ -114,9 +135,14 @@ METRIC = (*TASK, "metrics", 0)
         (lambda r: at(r, *METRIC).update(total=3), r"tasks\[0\].metrics\[0\].total is 3"),
         (lambda r: at(r, *METRIC).update(higher_is_better=1), "expected true or false, found 1"),
         (lambda r: at(r, *TASK)["items"].pop(), "exact_match,strict has 3 values for 2 items"),
+        (lambda r: at(r, *TASK)["answers"].pop(), "sums has 2 answers for 3 items"),
         (lambda r: at(r, *TASK, "items", 2).__setitem__(1, 0), "task sums lists an item twice"),
         (lambda r: at(r, *TASK, "items", 2).pop(), r"items\[2\]: 4 entries, 5 expected"),
         (lambda r: at(r, *TASK).update(metrics=[]), "task sums has no items or no metrics"),
+        (
+            lambda r: at(r, "text", "divergence", "histogram", "counts").pop(),
+            "text.divergence.histogram: 2 counts for 2 edges",
+        ),
     ],
 )
 def test_damaged_reports_name_the_field(

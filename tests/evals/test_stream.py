@@ -26,7 +26,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def reference(path: Path, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log probabilities [n, vocabulary] in float64 and the targets [n]."""
+    """Log probabilities [n, vocabulary] in float64, and the windows of tokens."""
     tokenizer = AutoTokenizer.from_pretrained(path)
     ids: list[int] = []
     for line in TEXT:
@@ -35,7 +35,7 @@ def reference(path: Path, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.no_grad():
         logits = model(windows, use_cache=False).logits[:, :-1].double()
-    return logits.log_softmax(-1).flatten(0, 1), windows[:, 1:].flatten()
+    return logits.log_softmax(-1).flatten(0, 1), windows
 
 
 def test_metrics_equal_whole_model(
@@ -46,7 +46,8 @@ def test_metrics_equal_whole_model(
     candidate = write_tiny(tmp_path / "candidate", source="bf16", seed=1)
     baseline = write_tiny(tmp_path / "baseline", source="bf16", seed=0)
     found = evaluate_text(candidate, text, baseline=baseline, sequence_length=24)
-    (p, targets), (q, _) = reference(candidate, 24), reference(baseline, 24)
+    (p, windows), (q, _) = reference(candidate, 24), reference(baseline, 24)
+    targets = windows[:, 1:].flatten()
     kl = (q.exp() * (q - p)).sum(-1)
     assert found.tokens == len(targets) == found.windows * 23
     nll = -p.gather(-1, targets[:, None]).mean().item()
@@ -62,6 +63,29 @@ def test_metrics_equal_whole_model(
     )
     agreement = (p.argmax(-1) == q.argmax(-1)).double().mean().item()
     assert found.divergence.top1_agreement == pytest.approx(agreement, abs=2 / len(kl))
+    assert sum(found.divergence.histogram.counts) == len(kl)
+    edges = found.divergence.histogram.edges
+    assert (edges[0], edges[-1]) == (pytest.approx(1e-8), pytest.approx(100))
+    inner = found.divergence.histogram.counts[1:-1]
+    for low, high, count in zip(edges[:-1], edges[1:], inner, strict=True):
+        slack = 1e-4  # of a value that lies as good as on an edge
+        assert ((kl > low * (1 + slack)) & (kl <= high * (1 - slack))).sum() <= count
+        assert count <= ((kl > low * (1 - slack)) & (kl <= high * (1 + slack))).sum()
+    worst = found.divergence.worst
+    order = kl.argsort(descending=True).tolist()
+    tokenizer = AutoTokenizer.from_pretrained(candidate)
+    assert len(worst) == 20
+    assert [w.kl for w in worst] == pytest.approx([kl[n].item() for n in order[:20]], rel=1e-4)
+    for place, one in zip(order, worst[:3], strict=False):
+        assert (one.window, one.position) == (place // 23, place % 23 + 1)
+        before = windows[one.window, : one.position]
+        assert one.context == tokenizer.decode(before.tolist())
+        token = int(targets[place])
+        assert one.token == tokenizer.decode([token])
+        assert one.probability == pytest.approx(p[place, token].exp().item(), rel=1e-3)
+        assert one.baseline_probability == pytest.approx(q[place, token].exp().item(), rel=1e-3)
+        assert one.choice == tokenizer.decode([int(p[place].argmax())])
+        assert one.baseline_choice == tokenizer.decode([int(q[place].argmax())])
 
 
 def test_a_checkpoint_does_not_diverge_from_itself(tmp_path: Path, text: Path) -> None:

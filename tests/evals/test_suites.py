@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,8 @@ def test_tasks_of_lm_eval_with_the_shots_of_the_set(
     assert [prompt.count("Question:") for prompt in prompts] == [6]
     assert ("allenai/ai2_arc", "ARC-Easy") in hub
     assert sum(path == "cais/mmlu" for path, _ in hub) == 57
-    assert found.settings.max_new_tokens == 16
+    (generation,) = found.tasks[0].generation
+    assert json.loads(generation)["max_gen_toks"] == 16
 
 
 def test_article() -> None:

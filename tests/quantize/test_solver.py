@@ -133,6 +133,26 @@ def test_errors_are_relative_to_the_output_of_each_linear() -> None:
                 assert linear.error < linear.rtn_error
 
 
+def test_each_linear_tells_its_scales_and_its_outliers() -> None:
+    weights, hessians = problem()
+    weights[1, 11, 5] = -40.0
+    weights[2, :10] = 0.0
+    parts = (10, 14)
+    solved = solve(weights, SCHEME, Inputs(hessians), Settings(), parts)
+    for item in range(3):
+        for linear, weight in zip(solved.linears[item], weights[item].split(parts), strict=True):
+            sizes = linear.scales.double().abs()
+            found = [linear.smallest_scale, linear.mean_scale, linear.largest_scale]
+            assert found == pytest.approx(
+                [float(size) for size in (sizes.min(), sizes.mean(), sizes.max())], rel=1e-8
+            )
+            root = weight.double().square().mean().sqrt()
+            peak = weight.double().abs().max() / root if root else 0.0
+            assert linear.peak == pytest.approx(float(peak), rel=1e-6)
+    assert solved.linears[1][1].peak > 20
+    assert solved.linears[2][0].peak == 0
+
+
 @pytest.mark.parametrize(("method", "fallback"), [("gptq", "rtn"), ("rtn", None)])
 def test_without_statistics_a_weight_is_rounded_on_its_own(
     method: str, fallback: str | None
