@@ -28,7 +28,9 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "verify": look.verify,
     "eval": measure.evaluate,
     "gate": measure.gate,
+    "report": publish.report,
     "card": publish.card,
+    "push": publish.push,
     "demo": measure.demo,
     "models": look.models,
     "env": look.environment,
@@ -41,6 +43,7 @@ EXAMPLES: Mapping[str, str] = {
   quantize GLM-5.2-FP8 --to int4 --method rtn --group-size 128 -o GLM-5.2-INT4""",
     "plan": """
   quantize plan GLM-5.2-FP8
+  quantize plan zai-org/GLM-5.2-FP8@main
   quantize plan GLM-5.2-FP8 --recipe glm-5-fp8-rest --json""",
     "inspect": """
   quantize inspect GLM-5.2-FP8
@@ -64,10 +67,17 @@ EXAMPLES: Mapping[str, str] = {
   quantize gate baselines int4.json
   quantize gate fp8.json int4.json --policy article --margin 0.5
   quantize gate fp8.json int4.json --junit gate.xml --summary summary.md""",
+    "report": """
+  quantize report GLM-5.2-INT4
+  quantize report GLM-5.2-INT4 --eval int4.json --gate gate.json -o report.html""",
     "card": """
   quantize card GLM-5.2-INT4
   quantize gate fp8.json int4.json -o gate.json
   quantize card GLM-5.2-INT4 --gate gate.json""",
+    "push": """
+  quantize push GLM-5.2-INT4 someone/GLM-5.2-INT4 --dry-run
+  quantize push GLM-5.2-INT4 someone/GLM-5.2-INT4
+  quantize push GLM-5.2-INT4 someone/GLM-5.2-INT4 --public --revision int4""",
     "demo": """
   quantize demo
   quantize demo -o /tmp/demo""",

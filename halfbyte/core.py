@@ -529,8 +529,23 @@ class ScaledInput:
     With it a reader of the checkpoint can tell what became of the source."""
 
 
+@dataclass(frozen=True, slots=True)
+class UnitTime:
+    """What a unit of a run took."""
+
+    unit: str
+    seconds: float
+    """From the unit before until it was handed to the writer."""
+    host: int
+    """Peak resident bytes of the process so far."""
+    gpu: int
+    """Peak bytes of tensors on its GPU so far; 0 on a CPU."""
+    phases: Mapping[str, float]
+    """Seconds by phase; empty on a GPU, where timing phases would hold it up."""
+
+
 REPORT_SCHEMA = 3
-_VOLATILE = ("output", "seconds", "peak_bytes", "already_finished")
+_VOLATILE = ("output", "seconds", "peak_bytes", "times", "already_finished")
 
 
 @dataclass(frozen=True)
@@ -561,6 +576,8 @@ class RunReport:
     seconds: float = 0.0
     peak_bytes: int = 0
     """Resident, of the process that took most."""
+    times: tuple[UnitTime, ...] = ()
+    """In the order of the plan, also of units that were done before an interruption."""
     already_finished: bool = False
     repository: str | None = None
     """ORG/NAME of the source on the Hugging Face Hub; None when it was a folder."""

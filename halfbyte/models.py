@@ -41,7 +41,8 @@ MODELS: tuple[KnownModel, ...] = (
     KnownModel("kimi-k2", "moonshotai/Kimi-K2-Instruct", "kimi_k2"),
 )
 
-_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", flags=re.ASCII)
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", flags=re.ASCII)
+"""ORG/NAME."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def resolve(source: str) -> Path | RepositoryName:
     by_alias = {model.alias: model.repo for model in MODELS}
     name, _, revision = source.partition("@")
     repository = by_alias.get(name.lower(), name)
-    if _REPOSITORY.fullmatch(repository) and not source.endswith("@"):
+    if REPOSITORY.fullmatch(repository) and not source.endswith("@"):
         return RepositoryName(repository, revision or None)
     close = difflib.get_close_matches(name.lower(), by_alias, n=3)
     suggestion = f"; known models like it: {', '.join(close)}" if close else ""

@@ -42,9 +42,10 @@ MAY_IMPORT = {
     "__init__": EVALS | {"evals"},
     "progress_display": BASE,
     "console": CONSOLE,
-    "commands": CONSOLE | EVALS | {"evals", "report", "__init__"},
+    "commands": CONSOLE | EVALS | {"evals", "report", "publish", "__init__"},
     "cli": CONSOLE | {"commands", "__init__"},
     "__main__": {"cli"},
+    "publish": EVALS,
 }
 """Part of the package -> the other parts that it may import, at any depth of its code."""
 

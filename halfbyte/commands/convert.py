@@ -133,7 +133,7 @@ def run(
         from halfbyte.quantize import pipeline
         from halfbyte.ranks import joined, local_device
         from halfbyte.report.card import write_card
-        from halfbyte.report.output import read_output
+        from halfbyte.report.output import Planned, RunTimes, read_output, write_run
 
         settings = replace(settings, device=local_device(settings.device))
         # The plan comes first: it refuses in seconds what tokenizing a long text would only delay.
@@ -161,6 +161,9 @@ def run(
                 progress=progress,
                 ranks=ranks,
             )
+    if not report.already_finished:
+        planned = Planned(plan.memory.host, plan.memory.gpu, _duration(plan).seconds, ranks.count)
+        write_run(output, RunTimes.of(report, planned))
     write_card(output, read_output(output), replace=not report.already_finished)
     for line in tables.run_summary(report):
         console.line(line)

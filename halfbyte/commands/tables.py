@@ -20,6 +20,7 @@ from halfbyte.units import format_bytes, format_gib, format_seconds
 
 if TYPE_CHECKING:
     from halfbyte.models import KnownModel
+    from halfbyte.publish import Publication
     from halfbyte.quantize.duration import Duration
     from halfbyte.quantize.verify import VerifyResult
 
@@ -121,9 +122,9 @@ def plan_summary(plan: Plan, duration: Duration) -> list[str]:
 
 def run_record(report: RunReport) -> dict[str, Any]:
     """A run as JSON, without what the report beside the weights holds at length: lines per linear,
-    per scaled input and per rule, and where the source came from."""
+    per scaled input, per rule and per unit, and where the source came from."""
     record = asdict(report)
-    for detail in ("linears", "scaled", "rules", "origin", "schema_version"):
+    for detail in ("linears", "scaled", "rules", "origin", "times", "schema_version"):
         del record[detail]
     return {**record, **_linear_counts(report), "scaled": _scaled_counts(report)}
 
@@ -298,6 +299,32 @@ def verify_lines(result: VerifyResult) -> list[str]:
 
 def _plural(count: int, one: str, many: str | None = None) -> str:
     return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+# A publication.
+
+
+def publication_record(publication: Publication) -> dict[str, Any]:
+    """A publication as JSON; `commit` and `url` are null when it was a dry run."""
+    return {**asdict(publication), "bytes": publication.nbytes}
+
+
+def publication_table(publication: Publication) -> Table:
+    """A row per file."""
+    return Table(
+        columns=(Column("file"), Column("bytes", number=True)),
+        rows=tuple((name, f"{size:,}") for name, size in publication.files.items()),
+    )
+
+
+def publication_line(publication: Publication) -> str:
+    """What went where, or would go."""
+    files = f"{_plural(len(publication.files), 'file')}, {format_bytes(publication.nbytes)}"
+    where = publication.repository + (f"@{publication.revision}" if publication.revision else "")
+    seen = "private" if publication.private else "public"
+    if publication.commit is None:
+        return f"would publish {files} as {where} ({seen})"
+    return f"published {files} as {where} ({seen}): {publication.url}"
 
 
 # Models and environment.

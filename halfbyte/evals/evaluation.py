@@ -15,6 +15,7 @@ from halfbyte.evals.report import EvalReport, checkpoint_fingerprint
 from halfbyte.evals.store import Identity, content_sha256
 from halfbyte.evals.stream import evaluate_text
 from halfbyte.evals.suites import Suite
+from halfbyte.evals.tool_files import possible_answers
 from halfbyte.evals.toolcalls import TOOL_CALL_TOKENS, run_tool_calls, together
 from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.progress import Progress
@@ -78,7 +79,9 @@ class Evaluation:
                 "engine dtype": self.engine_dtype,
             }
         if self.tool_calls is not None:
+            answers = possible_answers(self.tool_calls)
             parts["tool calls"] = content_sha256(self.tool_calls)
+            parts["possible answers"] = content_sha256(answers) if answers.exists() else "none"
         if self.tasks is not None or self.tool_calls is not None:
             asked = (self.limit, self.batch_size, self.max_length, self.max_new_tokens)
             names = ("limit", "batch size", "max length", "max new tokens")

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -178,6 +178,10 @@ class Histogram:
             raise EvaluationError(
                 f"{len(self.counts)} counts for {len(self.edges)} edges, one more is expected"
             )
+        if not all(low < high for low, high in pairwise((0.0, *self.edges))):
+            raise EvaluationError("edges must be positive and ascend")
+        if min(self.counts) < 0:
+            raise EvaluationError(f"a count is {min(self.counts)}")
 
 
 @dataclass(frozen=True)

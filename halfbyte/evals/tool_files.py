@@ -192,6 +192,11 @@ def equal_json(expected: Any, value: Any) -> bool:
     return bool(expected == value)
 
 
+def possible_answers(path: Path) -> Path:
+    """Where BFCL has the answers to the questions in a file."""
+    return path.parent / "possible_answer" / path.name
+
+
 def _bfcl_task(path: Path, category: str) -> ToolTask:
     if category not in BFCL_CATEGORIES:
         raise EvaluationError(
@@ -203,7 +208,7 @@ def _bfcl_task(path: Path, category: str) -> ToolTask:
         expected = () if category.endswith("irrelevance") else None
         items = _each(path, lines, lambda n, line: _bfcl_item(n, line, expected, category))
         return ToolTask(f"bfcl_{category}", tuple(items), ANY_CALL if expected is None else NO_CALL)
-    answers_path = path.parent / "possible_answer" / path.name
+    answers_path = possible_answers(path)
     answers = _lines(answers_path)
     if len(answers) != len(lines):
         raise EvaluationError(f"{path}: {len(lines)} questions, {len(answers)} in {answers_path}")

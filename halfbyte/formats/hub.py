@@ -221,8 +221,8 @@ def explained(what: str) -> Iterator[None]:
         ) from error
     except RepositoryNotFoundError as error:
         raise HubError(
-            f"there is no folder {what.partition(',')[0]}, and the Hub answers {_status(error)}: it"
-            " has no such repository, or you may not read it",
+            f"the Hub has no repository {what.partition(',')[0]}, or you may not see it: it answers"
+            f" {_status(error)}",
             hint="check the name; for a private repository: hf auth login",
         ) from error
     except EntryNotFoundError as error:
@@ -233,6 +233,10 @@ def explained(what: str) -> Iterator[None]:
         raise HubError(f"{what} cannot be a repository: {str(error).splitlines()[0]}") from error
     except (httpx.HTTPError, HfHubHTTPError) as error:
         raise _unreachable(what, error) from error
+    except RuntimeError as error:  # what ended an upload
+        if not isinstance(error.__cause__, (httpx.HTTPError, HfHubHTTPError)):
+            raise
+        raise _unreachable(what, error.__cause__) from error
     except OSError as error:
         if not _is_short(error):
             raise
@@ -250,12 +254,17 @@ def _is_short(error: BaseException) -> bool:
 def _unreachable(what: str, error: BaseException) -> HubError:
     if isinstance(error, HfHubHTTPError):
         reason = f"answers {_status(error)}"
+        if error.response.status_code in (401, 403):
+            return HubError(
+                f"{what}: {constants.ENDPOINT} {reason}",
+                hint="hf auth login, with a token that may do this",
+            )
     else:
         reason = f"cannot be reached ({type(error).__name__})"
+    if _wait(error, 1) is not None:
+        reason += f", after {ATTEMPTS} attempts"
     return HubError(
-        f"{what}: {constants.ENDPOINT} {reason}, after {ATTEMPTS} attempts"
-        if _wait(error, 1) is not None
-        else f"{what}: {constants.ENDPOINT} {reason}",
+        f"{what}: {constants.ENDPOINT} {reason}",
         hint="check the network and HF_ENDPOINT, then run the same command again",
     )
 

@@ -22,7 +22,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from halfbyte.core import LinearReport, Plan, RunReport, ScaledInput, Settings, Unit
+from halfbyte.core import (
+    LinearReport,
+    Plan,
+    RunReport,
+    ScaledInput,
+    Settings,
+    Unit,
+    UnitTime,
+)
 from halfbyte.errors import CheckpointError, ResumeError
 from halfbyte.formats.config import without_quantization
 from halfbyte.formats.folder import CONFIG_FILE, REPORT_FILE, WORK_FOLDER, prepare_folder
@@ -164,6 +172,7 @@ def _finish(
     records = [record_of[unit.name] for unit in plan.units]  # committed in any order of ranks
     linears = tuple(LinearReport(**line) for r in records for line in r["linears"])
     scaled = tuple(ScaledInput(**line) for r in records for line in r["scaled"])
+    times = tuple(UnitTime(**record["time"]) for record in records)
     undivided = [tensor for tensor in plan.tensors if not is_divided(tensor.name)]
     report = RunReport(
         output=str(output),
@@ -182,6 +191,7 @@ def _finish(
         linears=linears,
         scaled=scaled,
         warnings=plan.warnings,
+        times=times,
     )
     writer.finish(output_config(plan), report.to_json())
     return report
@@ -310,6 +320,7 @@ def _work(
     calibrated = _calibrated(plan)
     phases = Phases() if layers is None else layers.phases
     hold = False
+    clock = _Clock(phases, plan.settings.device)
     for unit, size in zip(units, sizes, strict=True):
         reports: list[LinearReport] = []
         rest, smoothing = unit.tensors, Smoothing()
@@ -328,10 +339,38 @@ def _work(
         record = {
             "linears": [asdict(report) for report in reports],
             "scaled": [asdict(scaled) for scaled in smoothing.report()],
+            "time": asdict(clock.lap(unit)),
         }
         writer.commit(unit, record, hold=hold)
         progress.advance(size)
         progress.note(_summary(unit, reports))
+
+
+class _Clock:
+    """Tells what each unit took."""
+
+    def __init__(self, phases: Phases, device: str) -> None:
+        self._phases, self._device = phases, device
+        self._begun, self._before = time.monotonic(), dict(phases.seconds)
+
+    def lap(self, unit: Unit) -> UnitTime:
+        """Of the unit that has just been computed."""
+        import torch
+
+        begun, before = self._begun, self._before
+        self._begun, self._before = time.monotonic(), dict(self._phases.seconds)
+        on_gpu = self._device.startswith("cuda")
+        return UnitTime(
+            unit=unit.name,
+            seconds=round(self._begun - begun, 6),
+            host=peak_host_bytes(),
+            gpu=torch.cuda.max_memory_allocated(self._device) if on_gpu else 0,
+            phases={
+                name: round(seconds - before.get(name, 0.0), 6)
+                for name, seconds in self._before.items()
+                if seconds > before.get(name, 0.0)
+            },
+        )
 
 
 def state_pays(last: SavedState | None, now: float) -> bool:
@@ -389,7 +428,7 @@ def _layer_quantizer(
         settings,
         tokens,
         plan.memory.placement,
-        phases=phases or Phases(),
+        phases=phases or Phases(on=settings.device == "cpu"),
         ranks=ranks,
     )
 

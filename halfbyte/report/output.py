@@ -9,18 +9,24 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from halfbyte.core import Origin, RunReport
+from halfbyte.core import Origin, RunReport, UnitTime
 from halfbyte.errors import CheckpointError, EvaluationError
 from halfbyte.evals.gate import GATE_SCHEMA
+from halfbyte.evals.record import decode, encode
 from halfbyte.formats.config import config_count, text_config
-from halfbyte.formats.folder import CONFIG_FILE, GATE_FILE, REPORT_FILE
+from halfbyte.formats.files import write_atomic
+from halfbyte.formats.folder import CONFIG_FILE, GATE_FILE, REPORT_FILE, RUN_FILE
 
 MAX_FILE_BYTES = 512 << 20
 """Of one JSON file; the report on GLM-5.2's 57,600 linears takes 30 MB."""
+
+
+LARGEST = 1e30
+"""Numbers beyond it stand for nothing, and some arithmetic does not survive them."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,59 @@ class Gate:
 
 
 @dataclass(frozen=True)
+class Planned:
+    """What the plan of a run foretold."""
+
+    host: int
+    """Peak bytes in each process, as of `gpu`."""
+    gpu: int
+    seconds: float
+    ranks: int
+
+
+RUN_SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class RunTimes:
+    """What a run took, which its report does not hold, since it differs from run to run."""
+
+    seconds: float
+    """Of the last start of the run until its end."""
+    host: int
+    """Peak resident bytes of the process that took most."""
+    planned: Planned
+    units: tuple[UnitTime, ...]
+    schema_version: int = RUN_SCHEMA
+
+    @classmethod
+    def of(cls, report: RunReport, planned: Planned) -> RunTimes:
+        """What a run returned, beside its plan."""
+        return cls(report.seconds, report.peak_bytes, planned, report.times)
+
+    @property
+    def gpu(self) -> int:
+        """Peak bytes on the GPU of the first process; 0 on a CPU."""
+        return max((unit.gpu for unit in self.units), default=0)
+
+    def phases(self) -> dict[str, float]:
+        """Seconds by phase over all units, the longest first, with what is in none as "other"."""
+        total: dict[str, float] = {}
+        for unit in self.units:
+            for name, seconds in unit.phases.items():
+                total[name] = total.get(name, 0.0) + seconds
+        if not total:
+            return {}
+        total["other"] = max(0.0, sum(unit.seconds for unit in self.units) - sum(total.values()))
+        return dict(sorted(total.items(), key=lambda item: -item[1]))
+
+
+def write_run(folder: Path, times: RunTimes) -> None:
+    """Store what a run took beside its output. Raises OSError."""
+    write_atomic(folder / RUN_FILE, json.dumps(encode(times)).encode() + b"\n")
+
+
+@dataclass(frozen=True)
 class Output:
     """A finished output folder."""
 
@@ -75,6 +134,7 @@ class Output:
     report: RunReport
     config: Mapping[str, Any]
     gate: Gate | None = None
+    times: RunTimes | None = None
 
     @property
     def mtp_layers(self) -> int:
@@ -116,7 +176,25 @@ def read_output(folder: Path, gate: Path | None = None) -> Output:
     config = _object(folder / CONFIG_FILE)
     verdict = gate or (folder / GATE_FILE)
     found = read_gate(verdict) if gate is not None or verdict.exists() else None
-    return Output(folder.absolute().name, report, config, found)
+    return Output(folder.absolute().name, report, config, found, _times(folder / RUN_FILE))
+
+
+def _times(path: Path) -> RunTimes | None:
+    """None without the file, as in an output that was made by a function call."""
+    if not path.exists():
+        return None
+    try:
+        times = decode(RunTimes, _object(path))
+        for unit in times.units:
+            for number in (unit.seconds, unit.host, unit.gpu, *unit.phases.values()):
+                _number(number)
+        for number in (times.seconds, times.host, *asdict(times.planned).values()):
+            _number(number)
+    except (EvaluationError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error}", hint=f"remove it: rm {path}"
+        ) from error
+    return times
 
 
 def read_gate(path: Path) -> Gate:
@@ -227,8 +305,8 @@ def _text(value: Any) -> str:
 
 
 def _number(value: Any) -> float:
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{value!r:.40} is not a finite number")
+    if not isinstance(value, int | float) or not abs(value) < LARGEST:
+        raise ValueError(f"{value!r:.40} is not a finite number below {LARGEST:g}")
     return value
 
 

@@ -31,7 +31,7 @@ from halfbyte.formats.files import file_sha256
 TOKEN = "hf_loopback"
 PAGE = 50
 """Entries of a listing's page."""
-PART = 1 << 20
+PART = 3 << 17
 """Bytes of a part of an upload; what is larger is uploaded in several."""
 CHUNK = 1 << 16
 
@@ -216,6 +216,8 @@ class _Handler(BaseHTTPRequestHandler):
     def handle_one(self) -> None:
         """Any request."""
         self.fault = self.hub.take_fault(f"{self.command} {self.path}")
+        if self.fault == "reset" and self.command in ("POST", "PUT"):
+            return self._reset()
         if self.fault in ("429", "503"):
             self._body()
             wait = {"Retry-After": "0"} if self.fault == "429" else {}
@@ -471,9 +473,14 @@ class _Handler(BaseHTTPRequestHandler):
         if cut < end:
             self.close_connection = True
             if self.fault == "reset":
-                linger = struct.pack("ii", 1, 0)
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-                self.connection.close()
+                self._reset()
+
+    def _reset(self) -> None:
+        """End the connection the hard way, whatever is on its way."""
+        self.close_connection = True
+        linger = struct.pack("ii", 1, 0)
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        self.connection.close()
 
 
 _NAME = r"(?P<name>[^/]+/[^/]+?)"

@@ -143,6 +143,10 @@ METRIC = (*TASK, "metrics", 0)
             lambda r: at(r, "text", "divergence", "histogram", "counts").pop(),
             "text.divergence.histogram: 2 counts for 2 edges",
         ),
+        (
+            lambda r: at(r, "text", "divergence", "histogram", "edges").reverse(),
+            "text.divergence.histogram: edges must be positive and ascend",
+        ),
     ],
 )
 def test_damaged_reports_name_the_field(

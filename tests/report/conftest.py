@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from halfbyte.core import LinearReport, Origin, RuleOutcome, RunReport, Settings
-from halfbyte.formats.folder import CONFIG_FILE, REPORT_FILE
+from halfbyte.formats.folder import CONFIG_FILE, GATE_FILE, REPORT_FILE
 from halfbyte.quantize.recipe import load_recipe, recipe_to_dict
 
 ORIGIN = Origin(
@@ -119,17 +119,21 @@ CONFIG = {
 MakeOutput = Callable[..., Path]
 
 
+def write_output(folder: Path, gate: Any = None, **changes: Any) -> Path:
+    """Write a folder with a report, a config and perhaps a verdict, without weights."""
+    folder.mkdir()
+    (folder / REPORT_FILE).write_text(json.dumps(report(**changes).to_json()))
+    (folder / CONFIG_FILE).write_text(json.dumps(CONFIG))
+    if gate is not None:
+        (folder / GATE_FILE).write_text(json.dumps(gate))
+    return folder
+
+
 @pytest.fixture
 def make_output(tmp_path: Path) -> MakeOutput:
-    """Writes a folder with a report, a config and perhaps a verdict, without weights."""
+    """`write_output` into a folder of this test."""
 
     def make(name: str = "GLM-5.2-INT4", gate: Any = None, **changes: Any) -> Path:
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / REPORT_FILE).write_text(json.dumps(report(**changes).to_json()))
-        (folder / CONFIG_FILE).write_text(json.dumps(CONFIG))
-        if gate is not None:
-            (folder / "gate.json").write_text(json.dumps(gate))
-        return folder
+        return write_output(tmp_path / name, gate, **changes)
 
     return make

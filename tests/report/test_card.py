@@ -177,6 +177,10 @@ def test_what_is_no_output_is_refused(make_output: MakeOutput, tmp_path: Path) -
     (folder / REPORT_FILE).write_text(json.dumps(record))
     with pytest.raises(CheckpointError, match="'<b>' is not a finite number"):
         read_output(folder)
+    record["linears"][0]["error"] = 10**400
+    (folder / REPORT_FILE).write_text(json.dumps(record))
+    with pytest.raises(CheckpointError, match="is not a finite number"):
+        read_output(folder)
 
 
 def test_what_is_no_verdict_is_refused(make_output: MakeOutput, tmp_path: Path) -> None:
