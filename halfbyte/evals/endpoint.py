@@ -79,6 +79,8 @@ class Wire(Protocol):
     """What one API calls things: requests to make, replies to read. `read_*` raise KeyError,
     TypeError, IndexError or ValueError for a reply of another form."""
 
+    api: Api
+    title: str
     path: str
 
     def score(self, ids: list[int]) -> dict[str, Any]: ...
@@ -97,6 +99,8 @@ class Wire(Protocol):
 
 
 class OpenAI:
+    api: Api = "openai"
+    title = "OpenAI's completions"
     path = "/v1/completions"
 
     def __init__(self, model: str) -> None:
@@ -151,6 +155,8 @@ class OpenAI:
 
 
 class SGLang:
+    api: Api = "sglang"
+    title = "SGLang's /generate"
     path = "/generate"
 
     def score(self, ids: list[int]) -> dict[str, Any]:
@@ -355,9 +361,8 @@ def open_endpoint(
     tokenizer = load_tokenizer(checkpoint_path)
     client = Client(endpoint.url, parallel)
     try:
-        api = endpoint.api or _detect(client)
-        served = _sglang(client, endpoint) if api == "sglang" else _openai(client, endpoint)
-        progress.note(f"{client.root} serves {served.model} by {served.name}")
+        served = _served(client, endpoint)
+        progress.note(f"{client.root} serves {served.model} by {served.wire.title}")
         if max_length is not None and served.limit is not None and max_length > served.limit:
             raise EvaluationError(
                 f"{client.root} takes prompt and answer of {served.limit} tokens, "
@@ -372,7 +377,7 @@ def open_endpoint(
             _check_scores(client.root, lm, scoring)
         yield Engine(
             lm,
-            f"{api} endpoint",
+            f"{served.wire.api} endpoint",
             served.dtype,
             served.versions,
             parallel,
@@ -386,11 +391,21 @@ def open_endpoint(
         client.close()
 
 
+def describe(endpoint: Endpoint) -> dict[str, str]:
+    """What a server says of itself that may decide its answers, by name."""
+    client = Client(endpoint.url, 1)
+    try:
+        served = _served(client, endpoint)
+    finally:
+        client.close()
+    told = {"model": served.model, "dtype": served.dtype, "context": str(served.limit)}
+    return {**told, **served.versions, **served.flags}
+
+
 class Served(NamedTuple):
     """What a server says of itself."""
 
     wire: Wire
-    name: str
     model: str
     dtype: str
     limit: int | None
@@ -402,6 +417,11 @@ class Served(NamedTuple):
 AS_SERVED = "as served"
 _MODEL_INFO = ("/get_model_info", "/model_info")
 _SERVER_INFO = ("/get_server_info", "/server_info")
+
+
+def _served(client: Client, endpoint: Endpoint) -> Served:
+    api = endpoint.api or _detect(client)
+    return _sglang(client, endpoint) if api == "sglang" else _openai(client, endpoint)
 
 
 def _detect(client: Client) -> Api:
@@ -438,7 +458,6 @@ def _openai(client: Client, endpoint: Endpoint) -> Served:
     version = _text(_object(client.find("/version")).get("version"))
     return Served(
         OpenAI(name),
-        "OpenAI's completions",
         name,
         AS_SERVED,
         _count(model.get("max_model_len")),
@@ -468,7 +487,6 @@ def _sglang(client: Client, endpoint: Endpoint) -> Served:
     version = _text(info.get("version"))
     return Served(
         SGLang(),
-        "SGLang's /generate",
         _text(model.get("model_path")) or "a model",
         _text(info.get("dtype")) or AS_SERVED,
         limit,

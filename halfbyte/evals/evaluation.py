@@ -9,7 +9,7 @@ from pathlib import Path
 
 from halfbyte import __version__
 from halfbyte.evals.endpoint import Endpoint
-from halfbyte.evals.engines import HF_BATCH, TRANSFORMERS, Backend
+from halfbyte.evals.engines import HF_BATCH, TRANSFORMERS, Backend, describe
 from halfbyte.evals.harness import run_tasks
 from halfbyte.evals.report import EvalReport, checkpoint_fingerprint
 from halfbyte.evals.store import Identity, content_sha256
@@ -50,7 +50,8 @@ class Evaluation:
     """Of the engine that answers the tasks, which may know "auto"."""
 
     def identity(self) -> Identity:
-        """All that decides the result: no other evaluation has the same."""
+        """All that decides the result: no other evaluation has the same. A server is asked for
+        what it serves."""
         hardware = ""
         if self.device.startswith("cuda"):
             import torch
@@ -77,6 +78,7 @@ class Evaluation:
                 "task names": ", ".join(self.names) or "all",
                 "engine": repr(self.engine),
                 "engine dtype": self.engine_dtype,
+                **{f"engine {name}": told for name, told in describe(self.engine).items()},
             }
         if self.tool_calls is not None:
             answers = possible_answers(self.tool_calls)

@@ -13,6 +13,7 @@ import pytest
 from halfbyte.errors import EvaluationError, UsageError
 from halfbyte.evals import endpoint
 from halfbyte.evals.endpoint import PROBE, Endpoint, OpenAI, SGLang, server_root
+from halfbyte.evals.evaluation import Evaluation
 from halfbyte.evals.gate import gate
 from halfbyte.evals.harness import run_tasks
 from halfbyte.evals.policy import load_policy
@@ -272,6 +273,24 @@ def test_refusals(server: Any) -> None:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     with pytest.raises(EvaluationError, match=r"no server answers: .*refused"):
         ask(server, "glm_recall", url=url)
+
+
+def test_what_else_is_served_is_another_evaluation(server: Any) -> None:
+    """As a store sees it, which would give the scores of the server before."""
+
+    def identity() -> Any:
+        return Evaluation(MODEL, tasks=DEMO / "tasks", engine=Endpoint(server.url)).identity()
+
+    first = identity()
+    assert identity() == first
+    assert (first["engine model"], first["engine vllm"]) == ("nano", "0.25.1")
+    server.models = ("other",)
+    assert identity() != first
+    server.models, server.limit = ("nano",), 512
+    assert identity() != first
+    server.apis = ("sglang",)
+    assert identity()["engine tp_size"] == "2"
+    assert "secret" not in str(identity())
 
 
 @pytest.mark.parametrize(
