@@ -554,12 +554,12 @@ def _language_model(client: Client, wire: Wire, tokenizer: Any, max_new_tokens: 
             more = normalize_gen_kwargs(dict(arguments), max_new_tokens)
             new = more.pop("max_gen_toks")
             more.pop("do_sample", None)
+            ids = self.tok_encode(prompt, more.pop("add_special_tokens", None))
             until = handle_stop_sequences(more.pop("until", None), tokenizer.eos_token)
             # A server leaves special tokens out of the text in which it looks for stop strings.
             singles = [self.tok_encode(word, add_special_tokens=False) for word in until]
             stop_ids = [ids[0] for ids in singles if len(ids) == 1 and ids[0] in special]
             stop = {"stop": until, "stop_token_ids": stop_ids}
-            ids = self.tok_encode(prompt)
             reply = client.post(wire.path, wire.generate(ids, new, stop, more))
             try:
                 text = wire.read_generated(reply)
