@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from halfbyte.core import Repository
 from halfbyte.errors import HubError, UsageError, VerifyError
 from halfbyte.formats.checkpoint import open_checkpoint, side_files
-from halfbyte.formats.folder import CONFIG_FILE, INDEX_FILE, REPORT_FILE
+from halfbyte.formats.folder import CARD_FILE, CONFIG_FILE, GATE_FILE, INDEX_FILE, REPORT_FILE
 from halfbyte.models import REPOSITORY, RepositoryName
 from halfbyte.progress import Progress, SilentProgress
 from halfbyte.quantize.verify import verify
@@ -25,8 +25,6 @@ from halfbyte.quantize.verify import verify
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
 
-GATE_FILE = "gate.json"
-CARD_FILE = "README.md"
 FILES_AT_ONCE = 4
 """Files that are uploaded side by side; addresses to upload to expire, so they are asked for as
 they are needed."""
@@ -140,7 +138,7 @@ def _files(folder: Path) -> dict[str, Path]:
     wanted = [
         *open_checkpoint(folder).shards,
         *side_files(present),
-        *(CARD_FILE, REPORT_FILE, INDEX_FILE, CONFIG_FILE),
+        *(CARD_FILE, GATE_FILE, REPORT_FILE, INDEX_FILE, CONFIG_FILE),
     ]
     return {name: folder / name for name in wanted if name in present}
 

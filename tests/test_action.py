@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from halfbyte.evals.report import EvalReport, Item, MetricScores, TaskResults, TaskScores
+from halfbyte.evals.report import Answer, EvalReport, Item, MetricScores, TaskResults, TaskScores
 from halfbyte.evals.report import TaskSettings as Settings
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -263,7 +263,9 @@ def evaluation(path: Path, right: int, task: str = "sums") -> str:
     """A written evaluation of 100 items."""
     values = tuple(float(n < right) for n in range(100))
     items = tuple(Item(task, n, "d", "p", "t") for n in range(100))
-    scores = TaskScores(task, "1", items, (MetricScores("acc", "none", True, values),), "0")
+    metrics = (MetricScores("acc", "none", True, values),)
+    answers = tuple(Answer(f"{n}") for n in range(100))
+    scores = TaskScores(task, "1", items, metrics, "0", answers, (), "0")
     settings = Settings(None, 1, 64, "float32", {})
     EvalReport("model", "0", None, TaskResults(settings, (scores,))).write(path)
     return str(path)

@@ -7,7 +7,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from halfbyte import __version__
 from halfbyte.evals.endpoint import Endpoint
 from halfbyte.evals.engines import HF_BATCH, TRANSFORMERS, Backend, describe
 from halfbyte.evals.harness import run_tasks
@@ -59,8 +58,8 @@ class Evaluation:
             hardware = torch.cuda.get_device_name(self.device)
         parts = {
             "checkpoint": _fingerprint(self.checkpoint),
-            "halfbyte": __version__,
             **{name: importlib.metadata.version(name) for name in VERSIONS},
+            "evaluator": content_sha256(Path(__file__).parent),
             "device": hardware or self.device,
             "dtype": self.dtype,
         }
