@@ -243,7 +243,8 @@ def _engine(
     model: str | None,
 ) -> Backend | Endpoint | None:
     """What answers instead of transformers in this process; None if nothing does."""
-    from halfbyte.evals.endpoint import Endpoint, server_root
+    from halfbyte.evals.client import server_root
+    from halfbyte.evals.endpoint import Endpoint
     from halfbyte.evals.engines import Backend, parse_arguments
 
     if endpoint is not None and (backend is not None or arguments):
