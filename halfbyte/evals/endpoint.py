@@ -274,8 +274,8 @@ def _language_model(client: Client, wire: Wire, tokenizer: Any, max_new_tokens: 
             ids = self.tok_encode(prompt, more.pop("add_special_tokens", None))
             until = handle_stop_sequences(more.pop("until", None), tokenizer.eos_token)
             # A server leaves special tokens out of the text in which it looks for stop strings.
-            singles = [self.tok_encode(word, add_special_tokens=False) for word in until]
-            stop_ids = [ids[0] for ids in singles if len(ids) == 1 and ids[0] in special]
+            ends = [self.tok_encode(word, add_special_tokens=False) for word in until]
+            stop_ids = [end[0] for end in ends if len(end) == 1 and end[0] in special]
             stop = {"stop": until, "stop_token_ids": stop_ids}
             reply = client.post(wire.path, wire.generate(ids, new, stop, more))
             try:
