@@ -1,4 +1,4 @@
-"""Greedy answers to finished prompts: the protocol, and the model in this process."""
+"""Greedy answers to finished prompts: the protocol, the model in this process, and a server."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from halfbyte.errors import EvaluationError
+from halfbyte.evals.asking import Engine, language_model
+from halfbyte.evals.kept import KeptAnswers
 from halfbyte.progress import Progress
 
 
@@ -98,6 +100,35 @@ class ModelGenerator:
         end = next((at for at, token in enumerate(tokens) if token in stops), len(tokens))
         text: str = self._tokenizer.decode(tokens[:end], skip_special_tokens=False)
         return text
+
+
+class ServerGenerator:
+    """A server (`evals.endpoint`), asked as many prompts at the same time as its engine says."""
+
+    def __init__(self, engine: Engine, kept: KeptAnswers, progress: Progress) -> None:
+        self._model = language_model(engine, kept, progress)
+
+    def generate(
+        self, prompts: Sequence[str], max_new_tokens: int, stop: Sequence[str]
+    ) -> list[str]:
+        """As in the protocol. Raises EvaluationError for a prompt that leaves no room for
+        `max_new_tokens`, and as the server does."""
+        from lm_eval.api.instance import Instance
+
+        how = {
+            "until": list(stop),
+            "do_sample": False,
+            "max_gen_toks": max_new_tokens,
+            "add_special_tokens": False,  # the chat template has put them in
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+        }
+        asked = [
+            Instance("generate_until", {}, (prompt, how), 0, ("tool calls", number, 1))
+            for number, prompt in enumerate(prompts)
+        ]
+        answers: list[str] = self._model.generate_until(asked)
+        return answers
 
 
 def stop_tokens(checkpoint_path: Path, tokenizer: Any) -> list[str]:

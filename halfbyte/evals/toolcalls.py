@@ -20,13 +20,25 @@ from typing import Any
 from halfbyte.calibration.data import load_tokenizer
 from halfbyte.errors import EvaluationError
 from halfbyte.evals.answers import AnswerReader
-from halfbyte.evals.generation import Generator, ModelGenerator, stop_tokens
-from halfbyte.evals.harness import PACKAGES
+from halfbyte.evals.endpoint import Endpoint
+from halfbyte.evals.engines import open_engine
+from halfbyte.evals.generation import Generator, ModelGenerator, ServerGenerator, stop_tokens
+from halfbyte.evals.harness import PACKAGES, settings_of
+from halfbyte.evals.kept import keep_answers
 from halfbyte.evals.model import load_model
-from halfbyte.evals.report import Item, MetricScores, TaskResults, TaskScores, TaskSettings
+from halfbyte.evals.record import encode
+from halfbyte.evals.report import (
+    Item,
+    MetricScores,
+    TaskResults,
+    TaskScores,
+    TaskSettings,
+    checkpoint_fingerprint,
+)
 from halfbyte.evals.tool_answers import ToolFormat, format_of
 from halfbyte.evals.tool_files import read_tool_tasks
 from halfbyte.evals.tool_items import METRICS, ToolTask
+from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.progress import Progress, SilentProgress
 
 VERSION = 1
@@ -39,22 +51,26 @@ def run_tool_calls(
     checkpoint_path: Path,
     tasks_path: Path,
     *,
+    server: Endpoint | None = None,
     limit: int | None = None,
     batch_size: int = 16,
     max_length: int | None = None,
     max_new_tokens: int = TOOL_CALL_TOKENS,
     device: str = "cpu",
     dtype: str = "float32",
+    answers: Path | None = None,
     progress: Progress | None = None,
 ) -> TaskResults:
-    """Score a checkpoint on a file or folder of questions with tools (`tool_files`).
+    """Score a checkpoint on a file or folder of questions with tools (`tool_files`), in this
+    process or by a server that serves it.
 
     `limit` takes the first items of each task. `max_length` bounds prompt and answer together, in
     tokens; None is the model's own limit. An answer ends at the model's own stop tokens, or after
-    `max_new_tokens`.
+    `max_new_tokens`. `answers` is a file that those of a server are kept in (`evals.kept`).
 
     Raises EvaluationError for files that cannot be read, a chat template without tools or with a
-    format of calls that is not known, and a prompt that leaves no room for an answer.
+    format of calls that is not known, a prompt that leaves no room for an answer, and a server that
+    `endpoint.open_endpoint` refuses.
     """
     if limit is not None and limit < 1:
         raise EvaluationError(f"a limit of {limit} items leaves nothing to score")
@@ -65,20 +81,45 @@ def run_tool_calls(
     tasks = [replace(task, items=task.items[:limit]) for task in files.tasks]
     chat = ToolChat.of(checkpoint_path, load_tokenizer(checkpoint_path))
     prompts = [chat.prompts(task) for task in tasks]
+
+    def scores(generator: Generator) -> tuple[TaskScores, ...]:
+        # All at once: what is too long shows before the first answer.
+        texts = iter(generator.generate([*chain(*prompts)], max_new_tokens, chat.stop))
+        return tuple(
+            scored(task, asked, [*islice(texts, len(asked))], chat, max_new_tokens)
+            for task, asked in zip(tasks, prompts, strict=True)
+        )
+
+    if server is not None:
+        with open_engine(
+            server,
+            checkpoint_path,
+            batch_size=batch_size,
+            max_length=max_length,
+            max_new_tokens=max_new_tokens,
+            device=device,
+            dtype=dtype,
+            scoring=(),
+            progress=progress,
+        ) as engine:
+            settings = settings_of(engine, limit)
+            identity = {
+                "checkpoint": checkpoint_fingerprint(open_checkpoint(checkpoint_path)),
+                "settings": encode(settings),
+                "tool calls": VERSION,
+                "server": engine.identity,
+            }
+            with keep_answers(answers, identity, progress) as kept:
+                return TaskResults(settings, scores(ServerGenerator(engine, kept, progress)))
     model = load_model(checkpoint_path, dtype=dtype, device=device)
     max_length = max_length or model.config.max_position_embeddings
     generator: Generator = ModelGenerator(
         model, chat.tokenizer, batch_size=batch_size, max_length=max_length, progress=progress
     )
     progress.start("tool calls", sum(map(len, prompts)), "items")
-    # All at once: what is too long shows before the first answer.
-    texts = iter(generator.generate([*chain(*prompts)], max_new_tokens, chat.stop))
-    scores = tuple(
-        scored(task, asked, [*islice(texts, len(asked))], chat, max_new_tokens)
-        for task, asked in zip(tasks, prompts, strict=True)
-    )
     versions = {name: importlib.metadata.version(name) for name in (*PACKAGES, "torch")}
-    return TaskResults(TaskSettings(limit, batch_size, max_length, dtype, versions), scores)
+    settings = TaskSettings(limit, batch_size, max_length, dtype, versions)
+    return TaskResults(settings, scores(generator))
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,16 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from halfbyte.calibration.data import load_tokenizer
+from halfbyte.cli import main
 from halfbyte.errors import EvaluationError
 from halfbyte.evals.gate import gate
 from halfbyte.evals.harness import run_tasks
+from halfbyte.evals.kept import kept_path
 from halfbyte.evals.policy import load_policy
 from halfbyte.evals.report import EvalReport, TaskResults, TaskSettings
 from halfbyte.evals.tool_files import read_tool_tasks
@@ -45,6 +48,26 @@ def test_every_item_scores_as_in_lm_eval(ours: TaskResults) -> None:
     both = together([lm_eval, ours])
     assert both is not None
     assert [task.name for task in both.tasks] == ["glm_tool_call", "tool_call"]
+
+
+@pytest.mark.parametrize("api", ["openai", "sglang"])
+def test_server_calls_as_this_process_does(
+    server: Any, ours: TaskResults, tmp_path: Path, api: str
+) -> None:
+    server.apis = (api,)
+    saved, calls = tmp_path / "calls.json", ["--tool-calls", CALLS, "--limit", LIMIT]
+    words = ["eval", MODEL, *calls, "--endpoint", server.url, "-q", "-o", saved]
+    # The answers that were given before the server failed are not asked for again.
+    server.refusals = []
+    server.on_question = lambda: len(server.questions) == 5 and server.refusals.append(400)
+    assert main([str(word) for word in [*words, "--batch-size", 1]]) == 1
+    assert len(kept_path(saved).read_bytes().splitlines()) == 1 + 5
+    assert main([str(word) for word in [*words, "--batch-size", 1]]) == 0
+    assert len(server.questions) == LIMIT
+    found = EvalReport.read(saved).tasks
+    assert found is not None
+    assert found.settings.backend == f"{api} endpoint"
+    assert found.tasks == ours.tasks
 
 
 def report(tmp_path: Path, answers: Sequence[str]) -> EvalReport:
