@@ -16,6 +16,8 @@ CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 REPORT_FILE = "halfbyte_report.json"
 JOURNAL_FILE = "journal.jsonl"
+SOURCE_FOLDER = "source"
+"""Folder inside the work folder where shards of a repository lie while they are read."""
 
 
 def prepare_folder(folder: Path, plan: Plan, *, resume: bool, overwrite: bool) -> None:

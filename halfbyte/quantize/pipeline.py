@@ -25,7 +25,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from halfbyte.core import LinearReport, Plan, RunReport, ScaledInput, Settings, Unit
 from halfbyte.errors import CheckpointError, ResumeError
 from halfbyte.formats.config import without_quantization
-from halfbyte.formats.folder import CONFIG_FILE, REPORT_FILE, WORK_FOLDER, prepare_folder
+from halfbyte.formats.folder import (
+    CONFIG_FILE,
+    REPORT_FILE,
+    SOURCE_FOLDER,
+    WORK_FOLDER,
+    prepare_folder,
+)
 from halfbyte.formats.journal import Commit, identity_difference
 from halfbyte.formats.shards import ShardReader
 from halfbyte.formats.writer import CheckpointWriter, SavedState
@@ -57,6 +63,7 @@ def run(
     progress: Progress | None = None,
     phases: Phases | None = None,
     ranks: Ranks = Ranks(),  # noqa: B008
+    keep_source: bool = False,
 ) -> RunReport:
     """Carry out a plan into the folder `output`, as the first of `ranks`; the others `follow`.
 
@@ -64,9 +71,11 @@ def run(
     method; their hash becomes part of the plan.
     With `resume`, an interrupted run of the same plan goes on where it was, bit for bit, whatever
     the number of ranks; a finished one is reported as such. With `overwrite`, what an earlier run
-    left in the folder is removed first. `phases` collects where the time goes. Raises OutputError,
-    ResumeError, CheckpointError, CalibrationError, RankError; after any of them the folder can be
-    resumed, or nothing was written.
+    left in the folder is removed first. `phases` collects where the time goes. Shards of a
+    repository lie in the folder while they are read, unless `keep_source` or several ranks want
+    them in huggingface_hub's cache. Raises OutputError, ResumeError, CheckpointError, HubError,
+    CalibrationError, RankError; after any of them the folder can be resumed, or nothing was
+    written.
     """
     from halfbyte.quantize.conversion import read_order
 
@@ -79,7 +88,8 @@ def run(
     if finished is not None:
         return finished
     ahead = plan.memory.placement.streams.read_ahead
-    with ShardReader(plan.checkpoint) as reader, _cpu_threads(plan.settings.threads):
+    scratch = None if keep_source or ranks.count > 1 else output / WORK_FOLDER / SOURCE_FOLDER
+    with ShardReader(plan.checkpoint, scratch) as reader, _cpu_threads(plan.settings.threads):
         layers = _layer_quantizer(plan, reader, tokens, output, phases, ranks)
         prepare_folder(output, plan, resume=resume, overwrite=overwrite)
         share = shares(plan, ranks.count)[0]
@@ -155,13 +165,14 @@ def _finish(
     """Make the written units a model. Raises CheckpointError when the source changed meanwhile."""
     if difference := identity_difference(identity["source"], run_identity(plan)["source"]):
         raise CheckpointError(
-            f"{plan.checkpoint.path} changed while it was read: {difference}",
+            f"{plan.checkpoint.origin} changed while it was read: {difference}",
             hint="quantize the checkpoint as it is now: start again with --overwrite",
         )
     record_of = {commit.unit: commit.record for commit in writer.commits}
     records = [record_of[unit.name] for unit in plan.units]  # committed in any order of ranks
     linears = tuple(LinearReport(**line) for r in records for line in r["linears"])
     scaled = tuple(ScaledInput(**line) for r in records for line in r["scaled"])
+    repository = plan.checkpoint.repository
     report = RunReport(
         output=str(output),
         fingerprint=plan.fingerprint,
@@ -175,6 +186,8 @@ def _finish(
         linears=linears,
         scaled=scaled,
         warnings=plan.warnings,
+        repository=repository.name if repository is not None else None,
+        commit=repository.commit if repository is not None else None,
     )
     writer.finish(output_config(plan), report.to_json())
     return report
@@ -209,19 +222,23 @@ def run_identity(plan: Plan) -> dict[str, Any]:
     """All that a resumed run must share with the run it goes on from, by name.
 
     Shards are known by size and modification time: hashing a terabyte to find out that nothing
-    changed would cost more than it saves.
+    changed would cost more than it saves. Those of a repository are known by its commit.
     """
     path, checkpoint = plan.checkpoint.path, plan.checkpoint
+    if checkpoint.repository is not None:
+        shards: dict[str, str] = {"repository": str(checkpoint.repository)}
+    else:
+        shards = {
+            shard: f"{size} bytes modified at {(path / shard).stat().st_mtime_ns} ns"
+            for shard, size in checkpoint.shards.items()
+        }
     return {
         "recipe": recipe_to_dict(plan.recipe),
         "settings": plan.settings.identity(),
         "versions": package_versions(plan.settings),
         "source": {
             "headers": plan.checkpoint.fingerprint,
-            "shards": {
-                shard: f"{size} bytes modified at {(path / shard).stat().st_mtime_ns} ns"
-                for shard, size in checkpoint.shards.items()
-            },
+            "shards": shards,
             "files": {
                 name: hashlib.sha256((path / name).read_bytes()).hexdigest()
                 for name in checkpoint.side_files
