@@ -24,7 +24,9 @@ SHARDS = 8
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("source") / "Tiny-FP8", shards=SHARDS)
+    return write_tiny(
+        tmp_path_factory.mktemp("source") / "Tiny-FP8", layers=2, experts=2, shards=SHARDS
+    )
 
 
 @pytest.fixture(scope="module")

@@ -137,6 +137,10 @@ def test_a_folder_that_is_not_right_is_refused(hub: LoopbackHub, output: Path) -
     shard.write_bytes(data)
     with pytest.raises(VerifyError, match=f"hash: {shard.name}"):
         push(output, NAME)
+    moved = shard.rename(output.parent / "elsewhere.safetensors")
+    shard.symlink_to(moved)
+    with pytest.raises(VerifyError, match=f"{shard.name} is a link"):
+        push(output, NAME, force=True)
     with pytest.raises(UsageError, match="no repository"):
         push(output, "Tiny-INT4")
     assert not hub.requests
