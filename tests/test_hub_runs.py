@@ -113,6 +113,20 @@ def test_a_run_that_keeps_the_source(
     assert len(list((tmp_path / "home").rglob("*.safetensors"))) == SHARDS
 
 
+def test_processes_share_downloads_or_do_not_start(
+    hub: LoopbackHub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with hub.in_use(tmp_path / "home"):
+        assert main([NAME, "--method", "rtn", "-o", str(tmp_path / "output")]) == 2
+    assert "hint: let them share the downloads with --keep-source" in capsys.readouterr().err
+    assert not (tmp_path / "output").exists()
+
+
 def test_kill_9_and_resume(
     hub: LoopbackHub, tmp_path: Path, local: dict[str, Path], methods: dict[str, list[str]]
 ) -> None:

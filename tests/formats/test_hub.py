@@ -109,6 +109,27 @@ def test_a_commit_that_changes_is_an_error(hub: LoopbackHub, tiny: Path) -> None
         open_source(NAME)
 
 
+def test_a_file_that_changes_while_it_comes_is_an_error(
+    hub: LoopbackHub, tiny_copy: Path, tmp_path: Path
+) -> None:
+    """The connection breaks in the middle, and the rest is of another file."""
+    hub.add(NAME, tiny_copy)
+    repository = list_repository(RepositoryName(NAME))
+    shard = next(name for name in repository.files if name.endswith(".safetensors"))
+
+    def change() -> None:
+        data = bytearray((tiny_copy / shard).read_bytes())
+        data[-1] ^= 1
+        (tiny_copy / shard).write_bytes(data)
+
+    hub.fail("GET /cdn/", "truncate")
+    hub.fail("GET /cdn/", change)
+    with pytest.raises(HubError, match=f"{shard} of .* SHA-256 is "):
+        download(repository, shard, tmp_path / "here")
+    assert sum(request.startswith("GET /cdn/") for request in hub.requests) == 2
+    assert not (tmp_path / "here" / shard).exists()
+
+
 def test_a_file_that_is_not_the_listed_one_is_an_error(
     hub: LoopbackHub, tiny_copy: Path, tmp_path: Path
 ) -> None:
