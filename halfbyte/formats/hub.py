@@ -100,11 +100,12 @@ def list_repository(name: RepositoryName) -> Repository:
         if constants.is_offline_mode():
             raise OfflineModeIsEnabled
         api = hub()
-        commit = persistently(
+        info = persistently(
             lambda: api.model_info(name.name, revision=name.revision, timeout=TIMEOUT)
-        ).sha
-        if not commit:
-            raise HubError(f"the Hub names no commit for {name}")
+        )
+        commit = info.sha or ""
+        if not re.fullmatch("[0-9a-f]{40}", commit):  # it becomes the name of a folder
+            raise HubError(f"the Hub names no commit for {name}, but {commit!a:.60}")
         entries = persistently(lambda: list(api.list_repo_tree(name.name, revision=commit)))
     files: dict[str, RepositoryFile] = {}
     for entry in entries:

@@ -195,6 +195,20 @@ def test_a_listing_that_leads_out_is_refused(
     assert not (tmp_path / "home").exists()
 
 
+@pytest.mark.parametrize("commit", ["../../escape", "main", ""])
+def test_a_commit_that_is_none_is_refused(
+    hub: LoopbackHub, tiny: Path, tmp_path: Path, commit: str
+) -> None:
+    """huggingface_hub names a folder of its cache by it."""
+    hub.add(NAME, tiny)
+    repo = hub.repos[NAME]
+    repo.commits[commit] = repo.commits[repo.refs["main"]]
+    repo.refs["main"] = commit
+    with pytest.raises(HubError, match="names no commit"):
+        open_source(NAME)
+    assert not (tmp_path / "home").exists()
+
+
 def test_an_index_that_leads_out_is_refused(hub: LoopbackHub, tiny_copy: Path) -> None:
     index = tiny_copy / "model.safetensors.index.json"
     record = json.loads(index.read_text())
