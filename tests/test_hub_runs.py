@@ -104,11 +104,17 @@ def test_a_run_from_the_hub(
 
 
 def test_a_run_that_keeps_the_source(
-    hub: LoopbackHub, tmp_path: Path, local: dict[str, Path], methods: dict[str, list[str]]
+    hub: LoopbackHub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    local: dict[str, Path],
+    methods: dict[str, list[str]],
 ) -> None:
-    output = tmp_path / "output"
+    """Into a folder that is named after the repository."""
+    output = tmp_path / "Tiny-INT4"
+    monkeypatch.chdir(tmp_path)
     with hub.in_use(tmp_path / "home"):
-        assert main([NAME, *methods["rtn"], "-o", str(output), "-q", "--keep-source"]) == 0
+        assert main([NAME, *methods["rtn"], "-q", "--keep-source"]) == 0
     require_equal(output, local["rtn"], hub)
     assert len(list((tmp_path / "home").rglob("*.safetensors"))) == SHARDS
 

@@ -10,14 +10,18 @@ from pathlib import Path
 import pytest
 
 from halfbyte.cli import main
+from halfbyte.core import Settings
 from halfbyte.errors import CheckpointError, HalfbyteError, HubError
 from halfbyte.formats import hub as client
 from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.hub import download, list_repository
 from halfbyte.formats.source import open_source
 from halfbyte.models import RepositoryName
+from halfbyte.quantize.plan import make_plan
+from halfbyte.quantize.recipe import load_recipe
 from halfbyte.testing.glm52 import write_glm52
 from halfbyte.testing.hub import Blob, LoopbackHub
+from halfbyte.testing.tiny import write_tiny
 
 NAME = "someone/Tiny-FP8"
 
@@ -41,6 +45,16 @@ def test_a_repository_is_described_as_its_folder_is(hub: LoopbackHub, tiny: Path
     for name in expected.side_files:
         assert (found.path / name).read_bytes() == (tiny / name).read_bytes()
     assert not [*found.path.glob("*.safetensors")]
+
+
+def test_a_plan_has_room_for_three_shards(hub: LoopbackHub, tmp_path: Path) -> None:
+    source = write_tiny(tmp_path / "tiny", shards=5)
+    hub.add(NAME, source)
+    recipe, settings = load_recipe("glm-5"), Settings(method="rtn")
+    plans = [make_plan(c, recipe, settings) for c in (open_source(NAME), open_checkpoint(source))]
+    largest = sorted(plans[0].checkpoint.shards.values())[-3:]
+    assert plans[0].disk - plans[1].disk == sum(largest)
+    assert plans[0].fingerprint == plans[1].fingerprint
 
 
 def test_everything_is_asked_of_one_commit(hub: LoopbackHub, tiny: Path) -> None:
