@@ -40,6 +40,7 @@ EXAMPLES: Mapping[str, str] = {
     "run": """
   quantize GLM-5.2-FP8 --to int4 --calibration text.jsonl
   quantize GLM-5.2-FP8 --to int4 --calibration text.jsonl --resume
+  quantize zai-org/GLM-5.2-FP8@main --to int4 --calibration text.jsonl
   quantize GLM-5.2-FP8 --to int4 --method rtn --group-size 128 -o GLM-5.2-INT4""",
     "plan": """
   quantize plan GLM-5.2-FP8

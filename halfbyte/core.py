@@ -579,10 +579,6 @@ class RunReport:
     times: tuple[UnitTime, ...] = ()
     """In the order of the plan, also of units that were done before an interruption."""
     already_finished: bool = False
-    repository: str | None = None
-    """ORG/NAME of the source on the Hugging Face Hub; None when it was a folder."""
-    commit: str | None = None
-    """The commit of `repository` that was read."""
     schema_version: int = field(default=REPORT_SCHEMA)
 
     def to_json(self) -> dict[str, Any]:

@@ -132,11 +132,18 @@ def _verdict(path: Path) -> str:
 def _files(folder: Path) -> dict[str, Path]:
     """The files of a checkpoint by name, those that are needed to load it last.
 
-    Only what belongs to it: neither the work folder, nor what a crash left, nor links.
+    Only what belongs to it: neither the work folder nor what a crash left. Links may lead to
+    anything, so those are left out, too; raises VerifyError when a shard is one.
     """
     present = {p.name for p in folder.iterdir() if p.is_file() and not p.is_symlink()}
+    shards = open_checkpoint(folder).shards
+    if links := [name for name in shards if name not in present]:
+        raise VerifyError(
+            f"{folder / links[0]} is a link, and links are not published",
+            hint="copy the files that links lead to: cp -rL DIR COPY",
+        )
     wanted = [
-        *open_checkpoint(folder).shards,
+        *shards,
         *side_files(present),
         *(CARD_FILE, GATE_FILE, REPORT_FILE, INDEX_FILE, CONFIG_FILE),
     ]

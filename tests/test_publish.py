@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import snapshot_download
 
+from halfbyte.cli import main
 from halfbyte.core import Settings
 from halfbyte.errors import HubError, UsageError, VerifyError
 from halfbyte.formats.checkpoint import open_checkpoint
@@ -110,6 +112,17 @@ def test_what_is_no_part_of_the_checkpoint_stays_here(hub: LoopbackHub, output: 
     assert expected in planned.notes
 
 
+def test_a_dry_run_lists_the_files(output: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a network."""
+    assert main(["push", str(output), NAME, "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    for path in output.iterdir():
+        assert re.search(rf"^{re.escape(path.name)} +{path.stat().st_size:,}$", shown.out, re.M)
+    assert f"as {NAME} (private)" in shown.out
+    assert "there is no README.md" in shown.err
+    assert "there is no gate.json" in shown.err
+
+
 @pytest.mark.parametrize(
     ("verdict", "refused"),
     [("pass", False), ("fail", True), ("inconclusive", True), ("invalid", True), ("", True)],
@@ -137,6 +150,10 @@ def test_a_folder_that_is_not_right_is_refused(hub: LoopbackHub, output: Path) -
     shard.write_bytes(data)
     with pytest.raises(VerifyError, match=f"hash: {shard.name}"):
         push(output, NAME)
+    moved = shard.rename(output.parent / "elsewhere.safetensors")
+    shard.symlink_to(moved)
+    with pytest.raises(VerifyError, match=f"{shard.name} is a link"):
+        push(output, NAME, force=True)
     with pytest.raises(UsageError, match="no repository"):
         push(output, "Tiny-INT4")
     assert not hub.requests

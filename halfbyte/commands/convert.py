@@ -83,6 +83,14 @@ def run(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an earlier run in the output folder.")
     ] = False,
+    keep_source: Annotated[
+        bool,
+        typer.Option(
+            "--keep-source/--no-keep-source",
+            help="Keep downloaded shards in the cache of huggingface_hub; else at most three lie in"
+            " the output folder while they are needed.",
+        ),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan and write nothing.")
     ] = False,
@@ -106,8 +114,14 @@ def run(
         _require_text(method, calibration, f"quantize {shlex.quote(source)} --to {to}")
     launch = torchrun()
     checkpoint = open_source(source)
+    local = checkpoint.repository is None
+    if launch is not None and not local and not keep_source and not dry_run:
+        raise UsageError(
+            f"{launch.count} processes would each download {source}",
+            hint="let them share the downloads with --keep-source",
+        )
     one = launch is None or launch.local_rank == 0  # of a machine's processes
-    with page_cache_filling(checkpoint) if one and not dry_run else nullcontext():
+    with page_cache_filling(checkpoint) if one and local and not dry_run else nullcontext():
         settings = _settings(
             device,
             dtype,
@@ -160,6 +174,7 @@ def run(
                 overwrite=overwrite,
                 progress=progress,
                 ranks=ranks,
+                keep_source=keep_source,
             )
     if not report.already_finished:
         planned = Planned(plan.memory.host, plan.memory.gpu, _duration(plan).seconds, ranks.count)

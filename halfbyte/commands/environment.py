@@ -15,6 +15,7 @@ PACKAGES = (
     "compressed-tensors",
     "llmcompressor",
     "safetensors",
+    "huggingface_hub",
     "lm-eval",
     "numpy",
 )

@@ -104,8 +104,14 @@ def plan_summary(plan: Plan, duration: Duration) -> list[str]:
     }
     if on_disk := [what for what, place in places.items() if place == "disk"]:
         peak += f"; {' and '.join(on_disk)} on the disk"
+    shards = plan.checkpoint.shards
+    download = [
+        f"download     {format_bytes(sum(shards.values()))} in {_plural(len(shards), 'shard')}, but"
+        " for those that are in huggingface_hub's cache"
+    ]
     return [
         f"source       {plan.checkpoint.origin} ({plan.checkpoint.model_type})",
+        *(download if plan.checkpoint.repository is not None else ()),
         f"recipe       {plan.recipe.name}: {plan.recipe.description}",
         f"method       {settings.method} on {settings.device} in {settings.dtype}{calibration}",
         peak,

@@ -9,6 +9,8 @@ from halfbyte.core import Streams
 
 DISK_THREADS = 4
 """Requests under way at once. One does not keep a fast disk busy."""
+SHARDS_ON_DISK = 3
+"""Shards of a repository that lie on the disk at once, when none of them is to be kept."""
 PIECE = 16 << 20
 """What large tensors are copied and written in."""
 COPYING = 1 << 28

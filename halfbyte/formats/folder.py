@@ -24,6 +24,8 @@ CARD_MARK = "<!-- written by `quantize card`, which replaces it -->"
 """Line that tells our card from one that somebody wrote."""
 MAX_CARD_BYTES = 1 << 20
 JOURNAL_FILE = "journal.jsonl"
+SOURCE_FOLDER = "source"
+"""Folder inside the work folder where shards of a repository lie while they are read."""
 
 
 def prepare_folder(folder: Path, plan: Plan, *, resume: bool, overwrite: bool) -> None:

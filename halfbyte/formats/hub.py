@@ -9,6 +9,7 @@ listing of the commit: sizes, and the hash of every file that is downloaded whol
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -49,18 +50,20 @@ from halfbyte.formats.checkpoint import (
     side_files,
 )
 from halfbyte.formats.files import file_sha256
-from halfbyte.formats.folder import CONFIG_FILE, INDEX_FILE
+from halfbyte.formats.folder import CARD_FILE, CONFIG_FILE, INDEX_FILE, MAX_CARD_BYTES
 from halfbyte.models import RepositoryName
 
 T = TypeVar("T")
 
-ATTEMPTS = 6
+ATTEMPTS = 8
 """Times that a request is made before its failure is final."""
 LONGEST_WAIT = 300.0
 """Seconds to wait at most between two of them, whatever the Hub asks for."""
 FIRST_REQUEST = 128 << 10
 """Bytes of a shard that are asked for at once: the headers of GLM-5.2 take about 105 KB."""
 HEADERS_AT_ONCE = 8
+TIMEOUT = 60.0
+"""Seconds without a byte after which a request has failed."""
 
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 
@@ -82,7 +85,8 @@ def open_repository(name: RepositoryName) -> Checkpoint:
     if INDEX_FILE in repository.files:
         weight_map = read_weight_map(download(repository, INDEX_FILE))
     names = shard_names(place, weight_map, repository.files)
-    for file in side:
+    card = repository.files.get(CARD_FILE)
+    for file in (*side, *([CARD_FILE] if card and card.size <= MAX_CARD_BYTES else ())):
         download(repository, file)
     with ThreadPoolExecutor(HEADERS_AT_ONCE, thread_name_prefix="header") as pool:
         headers = list(pool.map(lambda shard: _header(repository, shard), names))
@@ -97,9 +101,12 @@ def list_repository(name: RepositoryName) -> Repository:
         if constants.is_offline_mode():
             raise OfflineModeIsEnabled
         api = hub()
-        commit = persistently(lambda: api.model_info(name.name, revision=name.revision)).sha
-        if not commit:
-            raise HubError(f"the Hub names no commit for {name}")
+        info = persistently(
+            lambda: api.model_info(name.name, revision=name.revision, timeout=TIMEOUT)
+        )
+        commit = info.sha or ""
+        if not re.fullmatch("[0-9a-f]{40}", commit):  # it becomes the name of a folder
+            raise HubError(f"the Hub names no commit for {name}, but {commit!a:.60}")
         entries = persistently(lambda: list(api.list_repo_tree(name.name, revision=commit)))
     files: dict[str, RepositoryFile] = {}
     for entry in entries:
@@ -191,12 +198,18 @@ def _wait(error: BaseException, attempt: int) -> float | None:
         return 0.0 if status == 403 and elsewhere else None
     if isinstance(error, httpx.TransportError):
         return backoff
-    if _is_short(error):
-        return backoff
-    # It wraps what kept it from the Hub, and what ended an upload.
+    # What kept huggingface_hub from the Hub, and what ended an upload.
     if isinstance(error, (LocalEntryNotFoundError, RuntimeError)) and error.__cause__ is not None:
         return _wait(error.__cause__, attempt)
-    return None
+    return backoff if _is_of_transfer(error) else None
+
+
+def _is_of_transfer(error: BaseException) -> bool:
+    """Whether a transfer failed by itself: how huggingface_hub says that a body was short, and what
+    hf_xet raises. What this machine's disk refuses has a number."""
+    if isinstance(error, (HfHubHTTPError, LocalEntryNotFoundError)):
+        return False
+    return isinstance(error, (OSError, RuntimeError)) and getattr(error, "errno", None) is None
 
 
 @contextmanager
@@ -233,22 +246,16 @@ def explained(what: str) -> Iterator[None]:
         raise HubError(f"{what} cannot be a repository: {str(error).splitlines()[0]}") from error
     except (httpx.HTTPError, HfHubHTTPError) as error:
         raise _unreachable(what, error) from error
-    except RuntimeError as error:  # what ended an upload
-        if not isinstance(error.__cause__, (httpx.HTTPError, HfHubHTTPError)):
+    except (OSError, RuntimeError) as error:
+        if isinstance(error.__cause__, (httpx.HTTPError, HfHubHTTPError)):
+            raise _unreachable(what, error.__cause__) from error
+        if not _is_of_transfer(error):
             raise
-        raise _unreachable(what, error.__cause__) from error
-    except OSError as error:
-        if not _is_short(error):
-            raise
+        reason = re.sub(r"\S*(?:://|[&?=])\S*", "...", str(error).strip().partition("\n")[0])
         raise HubError(
-            f"{what}: the Hub sends another number of bytes than it lists",
+            f"{what}: the transfer failed {ATTEMPTS} times: {reason}",
             hint="run the same command again; if it stays so, the repository is damaged",
         ) from error
-
-
-def _is_short(error: BaseException) -> bool:
-    """How huggingface_hub says that a body was not as long as announced."""
-    return type(error) is OSError and "Consistency check failed" in str(error)
 
 
 def _unreachable(what: str, error: BaseException) -> HubError:
@@ -296,9 +303,10 @@ def _read_range(repository: Repository, file: str, begin: int, end: int) -> byte
     listed = repository.files[file]
 
     def attempt() -> bytes:
-        with get_session().stream("GET", url, headers=headers, timeout=60.0) as response:
+        with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT) as response:
             hf_raise_for_status(response)
-            _require_unchanged(repository, file, (*response.history, response)[0])
+            for answer in (*response.history, response):
+                _require_unchanged(repository, file, answer)
             found = response.headers.get("Content-Range", "nothing")
             expected = f"bytes {begin}-{end - 1}/{listed.size}"
             if response.status_code != 206 or found != expected:
@@ -306,21 +314,21 @@ def _read_range(repository: Repository, file: str, begin: int, end: int) -> byte
                     f"{file} of {repository}: asked for {expected}, the Hub sends {found} with"
                     f" status {response.status_code}"
                 )
-            data = b""
+            data = bytearray()
             for chunk in response.iter_raw():
                 data += chunk
                 if len(data) > end - begin:
                     raise HubError(f"{file} of {repository}: the Hub sends more than {expected}")
         if len(data) < end - begin:
             raise httpx.RemoteProtocolError(f"{len(data)} of {end - begin} bytes came")
-        return data
+        return bytes(data)
 
     with explained(f"{repository}, file {file}"):
         return persistently(attempt)
 
 
 def _require_unchanged(repository: Repository, file: str, answer: httpx.Response) -> None:
-    """Raises `HubError` when the Hub's first answer is about another file than the listed one."""
+    """Raises `HubError` when an answer of the Hub is about another file than the listed one."""
     commit = answer.headers.get(constants.HUGGINGFACE_HEADER_X_REPO_COMMIT)
     etag = answer.headers.get(constants.HUGGINGFACE_HEADER_X_LINKED_ETAG, "").strip('W/"')
     listed = repository.files[file].sha256

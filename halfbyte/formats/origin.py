@@ -24,16 +24,22 @@ _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 
 
 def read_origin(checkpoint: Checkpoint) -> Origin:
-    """What the folder of a source tells about where it came from.
+    """What a source tells about where it came from.
 
-    The repository is that of the Hub's cache, or the known one of the folder's name and model
-    type; the revision that of the cache, or of `hf download --local-dir`.
+    Of a folder the repository is that of the Hub's cache, or the known one of the folder's name and
+    model type; the revision that of the cache, or of `hf download --local-dir`.
     """
     folder = checkpoint.path.resolve()
+    source = checkpoint.repository
     cached = _CACHED.fullmatch(folder.parents[1].name) if len(folder.parents) > 1 else None
-    if cached is not None and folder.parent.name == "snapshots":
+    repo: str | None
+    revision: str | None
+    if source is not None:
+        repo, revision = source.name, source.commit
+        name = source.name.split("/")[-1]
+    elif cached is not None and folder.parent.name == "snapshots":
         name = cached[2]
-        repo: str | None = f"{cached[1]}/{name}"
+        repo = f"{cached[1]}/{name}"
         revision = folder.name if _REVISION.fullmatch(folder.name) else None
     else:
         name = checkpoint.path.absolute().name  # links keep the name the user knows

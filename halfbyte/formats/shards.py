@@ -11,9 +11,10 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Lock
 from types import TracebackType
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Protocol, Self
 
 import torch
 
@@ -50,6 +51,19 @@ Sign = Literal["any", "positive", "nonzero"]
 MAX_OPEN_SHARDS = 32
 
 
+class ShardFiles(Protocol):
+    """Where the bytes of shards come from. Safe to use from several threads."""
+
+    def read(self, wanted: ByteRange, buffer: memoryview) -> None:
+        """Fill `buffer` with a range of a shard. Raises OSError or EOFError, HalfbyteError."""
+
+    def expect(self, order: Iterable[ByteRange]) -> None:
+        """Say what will be read from now on, in that order or nearly so."""
+
+    def close(self) -> None:
+        """Let go of the files that no other thread is reading right now."""
+
+
 class _OpenShard:
     """A file descriptor that closes with its last reference.
 
@@ -62,6 +76,39 @@ class _OpenShard:
     def __del__(self) -> None:
         if hasattr(self, "fd"):
             os.close(self.fd)
+
+
+class _FolderShards:
+    """Shards that lie in the checkpoint's folder."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._open: OrderedDict[str, _OpenShard] = OrderedDict()
+        self._lock = Lock()
+
+    def read(self, wanted: ByteRange, buffer: memoryview) -> None:
+        shard = self._shard(wanted.shard)  # held, so that it stays open
+        read_at(shard.fd, wanted.begin, buffer)
+
+    def expect(self, order: Iterable[ByteRange]) -> None:
+        pass  # they are there already
+
+    def close(self) -> None:
+        with self._lock:
+            self._open.clear()
+
+    def _shard(self, name: str) -> _OpenShard:
+        with self._lock:
+            shard = self._open.pop(name, None)
+            if shard is None:
+                shard = _OpenShard(self._checkpoint.path / name)
+                size, expected = os.fstat(shard.fd).st_size, self._checkpoint.shards[name]
+                if size != expected:
+                    raise EOFError(f"it now has {size} bytes, {expected} when it was opened first")
+            self._open[name] = shard
+            if len(self._open) > MAX_OPEN_SHARDS:
+                self._open.popitem(last=False)
+            return shard
 
 
 class Request(NamedTuple):
@@ -99,13 +146,16 @@ class _Copies:
 
 
 class ShardReader:
-    """Reads the tensors of a checkpoint. Safe to use from several threads; a context manager."""
+    """Reads the tensors of a checkpoint. Safe to use from several threads; a context manager.
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    Shards of a repository are downloaded when they are needed: into `scratch`, where few of them
+    lie at once, or, without it, into the cache of huggingface_hub, which keeps them.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, scratch: Path | None = None) -> None:
         self.checkpoint = checkpoint
         self._ahead: ReadAhead | None = None
-        self._open: OrderedDict[str, _OpenShard] = OrderedDict()
-        self._lock = Lock()
+        self._files = _shard_files(checkpoint, scratch)
         self._copies = _Copies()
 
     def __enter__(self) -> Self:
@@ -121,8 +171,7 @@ class ShardReader:
 
     def close(self) -> None:
         """Close the shards that no other thread is reading right now."""
-        with self._lock:
-            self._open.clear()
+        self._files.close()
 
     @contextmanager
     def read_ahead(self, order: Iterable[Request], device: str, budget: int) -> Iterator[None]:
@@ -134,17 +183,18 @@ class ShardReader:
         pinned = device.startswith("cuda")
         if pinned:
             torch.empty(1, device=device)  # or threads would begin to use another GPU
-        ahead = ReadAhead(
-            self._fill,
-            (byte_range(*request) for request in order),
-            budget=budget,
-            pinned=pinned,
-        )
+        ranges = [byte_range(*request) for request in order]
+        self._files.expect(ranges)
+        ahead = ReadAhead(self._files.read, ranges, budget=budget, pinned=pinned)
         self._ahead = ahead
         try:
             yield
+        except BaseException:
+            self._files.close()  # or who waits for a shard would wait for its download
+            raise
         finally:
             self._ahead = None
+            self._files.expect(())
             ahead.close()
 
     def read(self, info: TensorInfo, rows: tuple[int, int] | None = None) -> torch.Tensor:
@@ -157,7 +207,7 @@ class ShardReader:
         if data is None:
             data = torch.empty(wanted.end - wanted.begin, dtype=torch.uint8)
             try:
-                self._fill(wanted, data.numpy().data)
+                self._files.read(wanted, data.numpy().data)
             except (OSError, EOFError) as error:
                 raise CheckpointError(
                     f"cannot read {info.name}, bytes {wanted.begin}..{wanted.end} of "
@@ -211,22 +261,13 @@ class ShardReader:
             now.settle()
         return weight
 
-    def _fill(self, wanted: ByteRange, buffer: memoryview) -> None:
-        shard = self._shard(wanted.shard)  # held, so that it stays open
-        read_at(shard.fd, wanted.begin, buffer)
 
-    def _shard(self, name: str) -> _OpenShard:
-        with self._lock:
-            shard = self._open.pop(name, None)
-            if shard is None:
-                shard = _OpenShard(self.checkpoint.path / name)
-                size, expected = os.fstat(shard.fd).st_size, self.checkpoint.shards[name]
-                if size != expected:
-                    raise EOFError(f"it now has {size} bytes, {expected} when it was opened first")
-            self._open[name] = shard
-            if len(self._open) > MAX_OPEN_SHARDS:
-                self._open.popitem(last=False)
-            return shard
+def _shard_files(checkpoint: Checkpoint, scratch: Path | None) -> ShardFiles:
+    if checkpoint.repository is None:
+        return _FolderShards(checkpoint)
+    from halfbyte.formats.fetching import FetchedShards
+
+    return FetchedShards(checkpoint, scratch)
 
 
 def byte_range(info: TensorInfo, rows: tuple[int, int] | None = None) -> ByteRange:

@@ -33,7 +33,13 @@ from halfbyte.core import (
 )
 from halfbyte.errors import CheckpointError, ResumeError
 from halfbyte.formats.config import without_quantization
-from halfbyte.formats.folder import CONFIG_FILE, REPORT_FILE, WORK_FOLDER, prepare_folder
+from halfbyte.formats.folder import (
+    CONFIG_FILE,
+    REPORT_FILE,
+    SOURCE_FOLDER,
+    WORK_FOLDER,
+    prepare_folder,
+)
 from halfbyte.formats.journal import Commit, identity_difference
 from halfbyte.formats.origin import read_origin
 from halfbyte.formats.servers import is_divided
@@ -67,6 +73,7 @@ def run(
     progress: Progress | None = None,
     phases: Phases | None = None,
     ranks: Ranks = Ranks(),  # noqa: B008
+    keep_source: bool = False,
 ) -> RunReport:
     """Carry out a plan into the folder `output`, as the first of `ranks`; the others `follow`.
 
@@ -74,9 +81,11 @@ def run(
     method; their hash becomes part of the plan.
     With `resume`, an interrupted run of the same plan goes on where it was, bit for bit, whatever
     the number of ranks; a finished one is reported as such. With `overwrite`, what an earlier run
-    left in the folder is removed first. `phases` collects where the time goes. Raises OutputError,
-    ResumeError, CheckpointError, CalibrationError, RankError; after any of them the folder can be
-    resumed, or nothing was written.
+    left in the folder is removed first. `phases` collects where the time goes. Shards of a
+    repository lie in the folder while they are read, unless `keep_source` or several ranks want
+    them in huggingface_hub's cache. Raises OutputError, ResumeError, CheckpointError, HubError,
+    CalibrationError, RankError; after any of them the folder can be resumed, or nothing was
+    written.
     """
     from halfbyte.quantize.conversion import read_order
 
@@ -89,7 +98,8 @@ def run(
     if finished is not None:
         return finished
     ahead = plan.memory.placement.streams.read_ahead
-    with ShardReader(plan.checkpoint) as reader, _cpu_threads(plan.settings.threads):
+    scratch = None if keep_source or ranks.count > 1 else output / WORK_FOLDER / SOURCE_FOLDER
+    with ShardReader(plan.checkpoint, scratch) as reader, _cpu_threads(plan.settings.threads):
         layers = _layer_quantizer(plan, reader, tokens, output, phases, ranks)
         prepare_folder(output, plan, resume=resume, overwrite=overwrite)
         share = shares(plan, ranks.count)[0]
@@ -165,7 +175,7 @@ def _finish(
     """Make the written units a model. Raises CheckpointError when the source changed meanwhile."""
     if difference := identity_difference(identity["source"], run_identity(plan)["source"]):
         raise CheckpointError(
-            f"{plan.checkpoint.path} changed while it was read: {difference}",
+            f"{plan.checkpoint.origin} changed while it was read: {difference}",
             hint="quantize the checkpoint as it is now: start again with --overwrite",
         )
     record_of = {commit.unit: commit.record for commit in writer.commits}
@@ -226,19 +236,23 @@ def run_identity(plan: Plan) -> dict[str, Any]:
     """All that a resumed run must share with the run it goes on from, by name.
 
     Shards are known by size and modification time: hashing a terabyte to find out that nothing
-    changed would cost more than it saves.
+    changed would cost more than it saves. Those of a repository are known by its commit.
     """
     path, checkpoint = plan.checkpoint.path, plan.checkpoint
+    if checkpoint.repository is not None:
+        shards: dict[str, str] = {"repository": str(checkpoint.repository)}
+    else:
+        shards = {
+            shard: f"{size} bytes modified at {(path / shard).stat().st_mtime_ns} ns"
+            for shard, size in checkpoint.shards.items()
+        }
     return {
         "recipe": recipe_to_dict(plan.recipe),
         "settings": plan.settings.identity(),
         "versions": package_versions(plan.settings),
         "source": {
             "headers": plan.checkpoint.fingerprint,
-            "shards": {
-                shard: f"{size} bytes modified at {(path / shard).stat().st_mtime_ns} ns"
-                for shard, size in checkpoint.shards.items()
-            },
+            "shards": shards,
             "files": {
                 name: hashlib.sha256((path / name).read_bytes()).hexdigest()
                 for name in checkpoint.side_files

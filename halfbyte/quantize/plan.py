@@ -34,6 +34,7 @@ from halfbyte.core import (
 )
 from halfbyte.errors import RecipeError
 from halfbyte.formats import int4
+from halfbyte.formats.budgets import SHARDS_ON_DISK
 from halfbyte.formats.config import (
     Storage,
     config_count,
@@ -121,10 +122,18 @@ def _make_plan(
         memory=memory,
         disk=sum(shard.nbytes for shard in shards)
         + side_files
-        + disk_bytes(settings, model, memory.placement, ranks),
+        + disk_bytes(settings, model, memory.placement, ranks)
+        + _fetched_bytes(checkpoint),
         warnings=warnings,
         fingerprint=_fingerprint(checkpoint, recipe, settings, shards),
     )
+
+
+def _fetched_bytes(checkpoint: Checkpoint) -> int:
+    """Of the source's shards that lie in the output folder while they are read."""
+    if checkpoint.repository is None:
+        return 0
+    return sum(sorted(checkpoint.shards.values())[-SHARDS_ON_DISK:])
 
 
 def with_calibration(plan: Plan, sha256: str) -> Plan:

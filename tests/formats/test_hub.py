@@ -10,14 +10,18 @@ from pathlib import Path
 import pytest
 
 from halfbyte.cli import main
+from halfbyte.core import Settings
 from halfbyte.errors import CheckpointError, HalfbyteError, HubError
 from halfbyte.formats import hub as client
 from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.hub import download, list_repository
 from halfbyte.formats.source import open_source
 from halfbyte.models import RepositoryName
+from halfbyte.quantize.plan import make_plan
+from halfbyte.quantize.recipe import load_recipe
 from halfbyte.testing.glm52 import write_glm52
 from halfbyte.testing.hub import Blob, LoopbackHub
+from halfbyte.testing.tiny import write_tiny
 
 NAME = "someone/Tiny-FP8"
 
@@ -41,6 +45,16 @@ def test_a_repository_is_described_as_its_folder_is(hub: LoopbackHub, tiny: Path
     for name in expected.side_files:
         assert (found.path / name).read_bytes() == (tiny / name).read_bytes()
     assert not [*found.path.glob("*.safetensors")]
+
+
+def test_a_plan_has_room_for_three_shards(hub: LoopbackHub, tmp_path: Path) -> None:
+    source = write_tiny(tmp_path / "tiny", shards=5)
+    hub.add(NAME, source)
+    recipe, settings = load_recipe("glm-5"), Settings(method="rtn")
+    plans = [make_plan(c, recipe, settings) for c in (open_source(NAME), open_checkpoint(source))]
+    largest = sorted(plans[0].checkpoint.shards.values())[-3:]
+    assert plans[0].disk - plans[1].disk == sum(largest)
+    assert plans[0].fingerprint == plans[1].fingerprint
 
 
 def test_everything_is_asked_of_one_commit(hub: LoopbackHub, tiny: Path) -> None:
@@ -109,6 +123,27 @@ def test_a_commit_that_changes_is_an_error(hub: LoopbackHub, tiny: Path) -> None
         open_source(NAME)
 
 
+def test_a_file_that_changes_while_it_comes_is_an_error(
+    hub: LoopbackHub, tiny_copy: Path, tmp_path: Path
+) -> None:
+    """The connection breaks in the middle, and the rest is of another file."""
+    hub.add(NAME, tiny_copy)
+    repository = list_repository(RepositoryName(NAME))
+    shard = next(name for name in repository.files if name.endswith(".safetensors"))
+
+    def change() -> None:
+        data = bytearray((tiny_copy / shard).read_bytes())
+        data[-1] ^= 1
+        (tiny_copy / shard).write_bytes(data)
+
+    hub.fail("GET /cdn/", "truncate")
+    hub.fail("GET /cdn/", change)
+    with pytest.raises(HubError, match=f"{shard} of .* SHA-256 is "):
+        download(repository, shard, tmp_path / "here")
+    assert sum(request.startswith("GET /cdn/") for request in hub.requests) == 2
+    assert not (tmp_path / "here" / shard).exists()
+
+
 def test_a_file_that_is_not_the_listed_one_is_an_error(
     hub: LoopbackHub, tiny_copy: Path, tmp_path: Path
 ) -> None:
@@ -170,6 +205,20 @@ def test_a_listing_that_leads_out_is_refused(
 ) -> None:
     hub.add(NAME, tiny, **{path: Blob(tiny / "config.json", 1, "0" * 40, lfs=False)})
     with pytest.raises(HubError, match="leads out of the repository"):
+        open_source(NAME)
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize("commit", ["../../escape", "main", ""])
+def test_a_commit_that_is_none_is_refused(
+    hub: LoopbackHub, tiny: Path, tmp_path: Path, commit: str
+) -> None:
+    """huggingface_hub names a folder of its cache by it."""
+    hub.add(NAME, tiny)
+    repo = hub.repos[NAME]
+    repo.commits[commit] = repo.commits[repo.refs["main"]]
+    repo.refs["main"] = commit
+    with pytest.raises(HubError, match="names no commit"):
         open_source(NAME)
     assert not (tmp_path / "home").exists()
 
