@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from halfbyte.core import LinearReport, Rung
+from halfbyte.core import LinearReport, Rung, ScaledInput
 from halfbyte.report.card import RUNGS
 from halfbyte.report.charts import Cells, Line, heat_map, line_plot, lines_key, short, stacked_bars
 from halfbyte.report.html import (
@@ -291,6 +291,7 @@ def scales(output: Output) -> Html:
         for kind, members in list(by_kind(linears).items())[:ROWS_SHOWN]
     ]
     head = ["linear", "smallest scale", "median of means", "largest", "median peak", "largest peak"]
+    scaled = [_scaled_inputs(output.report.scaled)] if output.report.scaled else []
     return section(
         "Scales and outliers",
         "Sizes of the groups' scales, and how far the largest weight of a linear stands out from"
@@ -298,4 +299,29 @@ def scales(output: Output) -> Html:
         lines_key(rounding=False),
         element("div", *plots, class_="plots"),
         table("Scales by kind of linear", head, rows, numbers=range(1, 6), spare=(2, 4)),
+        *scaled,
     )
+
+
+def _scaled_inputs(inputs: Sequence[ScaledInput]) -> Html:
+    """What AWQ did to the inputs of linears, by what makes them."""
+    kinds: dict[str, list[ScaledInput]] = {}
+    for one in inputs:
+        kinds.setdefault(one.name.rpartition(".")[2], []).append(one)
+    rows = []
+    for kind, members in list(kinds.items())[:ROWS_SHOWN]:
+        changed = [one for one in members if one.exponent is not None]
+        exponents = [one.exponent for one in changed if one.exponent is not None]
+        rows.append(
+            [
+                kind,
+                f"{len(members):,}",
+                f"{len(changed):,}",
+                short(median(exponents)) if changed else "-",
+                short(median([one.gain for one in changed])) if changed else "-",
+                short(min(one.smallest for one in members)),
+                short(max(one.largest for one in members)),
+            ]
+        )
+    head = ["made by", "inputs", "scaled", "median exponent", "error left", "smallest", "largest"]
+    return table("Inputs that AWQ scaled", head, rows, numbers=range(1, 7), spare=(3, 5, 6))

@@ -263,12 +263,15 @@ def _check(report: RunReport) -> None:
         _fields(rule, {"scheme"})
     for linear in report.linears:
         _fields(linear, {"fallback"})
+    for scaled in report.scaled:
+        _fields(scaled, {"exponent"})
 
 
 _TEXT = {
     "name", "scheme", "rung", "fallback",
     "pattern", "action", "reason",
     "method", "engine", "scale_search", "expert_hessian", "dtype", "device", "calibration_sha256",
+    "powers",
 }  # fmt: skip
 
 
