@@ -45,19 +45,19 @@ RUNGS = {
 
 
 def write_card(folder: Path, output: Output, *, replace: bool = True) -> Path:
-    """Write the card of a folder into it; without `replace` one that is there stays.
+    """Write the card of a folder into it; without `replace` a README.md that is there stays.
 
-    Raises OutputError when the folder holds a README.md that is not ours.
+    With it, raises OutputError when the folder holds a README.md that is not ours.
     """
     path = folder / CARD_FILE
     if path.exists() or path.is_symlink():
+        if not replace:
+            return path
         if not is_our_card(path):
             raise OutputError(
                 f"{path} is not a card that halfbyte wrote, so it is not replaced",
-                hint=f"move it away: mv {path} {path}.old",
+                hint=shlex.join(["mv", str(path), f"{path}.old"]),
             )
-        if not replace:
-            return path
     try:
         write_atomic(path, model_card(output).encode())
     except OSError as error:

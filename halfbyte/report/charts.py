@@ -201,12 +201,19 @@ def line_plot(
     places: Sequence[str],
     lines: Sequence[Line],
     band: tuple[Sequence[float], Sequence[float]] | None = None,
+    *,
+    from_zero: Format | None = None,
 ) -> Html:
-    """Lines over places, on a logarithmic axis, and behind them bars from a low to a high value."""
+    """Lines over places, and behind them bars from a low to a high value.
+
+    The axis is logarithmic, or with `from_zero`, which writes its numbers, linear.
+    """
     shown = [v for line in lines for v in line.values if v is not None]
     if band is not None:
         shown += [v for side in band for v in side]
     scale = logarithmic(shown)
+    if from_zero is not None:
+        scale = Scale(0.0, 1.05 * max([*shown, 1e-12]))
     parts = []
     if band is not None:
         parts.append(_band(*band, scale))
@@ -222,7 +229,8 @@ def line_plot(
             dots = "".join(f"M{point}h0" for point in points)
             if len(points) <= DOTS:
                 parts.append(element("path", d=dots, class_=f"dots {line.style}"))
-    return _framed(title, places, parts, scale, lines_label(lines), short)
+    written = from_zero or short
+    return _framed(title, places, parts, scale, lines_label(lines, written), written)
 
 
 def _band(low: Sequence[float], high: Sequence[float], scale: Scale) -> Html:
@@ -239,10 +247,10 @@ def _band(low: Sequence[float], high: Sequence[float], scale: Scale) -> Html:
     return element("path", d=f"M{'L'.join(around)}z", class_="area")
 
 
-def lines_label(lines: Sequence[Line]) -> str:
+def lines_label(lines: Sequence[Line], written: Format) -> str:
     """What a plot shows, in words."""
     ends = [
-        f"{line.label} {short(min(known))} to {short(max(known))}"
+        f"{line.label} {written(min(known))} to {written(max(known))}"
         for line in lines
         if (known := [value for value in line.values if value is not None])
     ]
@@ -320,14 +328,11 @@ def axis(scale: Scale) -> Html:
     return element("div", _below(marks), class_="axis")
 
 
-def lines_key(*, rounding: bool) -> Html:
-    """The legend of line plots over layers."""
-    shown = [("main", "median of a layer"), ("band", "least to most")]
-    if rounding:
-        shown.insert(1, ("other", "median by rounding alone"))
+def lines_key(**styles: str) -> Html:
+    """The legend of line plots: a style, and what is drawn in it."""
     keys = [
         element("span", element("span", class_=f"stroke {style}"), text, class_="key")
-        for style, text in shown
+        for style, text in styles.items()
     ]
     return element("p", *keys, class_="legend")
 

@@ -29,6 +29,7 @@ from halfbyte.report.linears import (
 )
 from halfbyte.report.output import Output
 
+BAND = "least to most"
 LADDER: tuple[Rung, ...] = ("routed", "blended", "all-tokens", "weights-only")
 
 
@@ -48,7 +49,10 @@ def errors(output: Output) -> Html:
         parts.append(heat_map("error", grid.error_cells(), "mean error of an expert's linears"))
     kinds = by_kind(report.linears)
     plots = [_error_plot(kind, members, report.settings.method) for kind, members in kinds.items()]
-    parts.append(lines_key(rounding=report.settings.method != "rtn"))
+    styles = {"main": "median of a layer", "other": "median by rounding alone", "band": BAND}
+    if report.settings.method == "rtn":
+        del styles["other"]
+    parts.append(lines_key(**styles))
     parts.append(element("div", *plots, class_="plots"))
     rows = [
         [
@@ -296,7 +300,7 @@ def scales(output: Output) -> Html:
         "Scales and outliers",
         "Sizes of the groups' scales, and how far the largest weight of a linear stands out from"
         " their root mean square.",
-        lines_key(rounding=False),
+        lines_key(main="median of a layer", band=BAND),
         element("div", *plots, class_="plots"),
         table("Scales by kind of linear", head, rows, numbers=range(1, 6), spare=(2, 4)),
         *scaled,

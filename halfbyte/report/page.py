@@ -16,7 +16,7 @@ from halfbyte.core import LinearReport
 from halfbyte.evals.report import EvalReport
 from halfbyte.report import commands
 from halfbyte.report.card import METHODS, points
-from halfbyte.report.charts import share_bar, short, stacked_bars
+from halfbyte.report.charts import Line, line_plot, lines_key, share_bar, short, stacked_bars
 from halfbyte.report.html import (
     ROWS_SHOWN,
     Html,
@@ -262,8 +262,23 @@ def _run(output: Output) -> Html:
     spent = [unit.seconds for unit in times.units]
     rows.append(["time of all units", format_seconds(planned.seconds), format_seconds(sum(spent)),
                  percent(sum(spent), planned.seconds)])  # fmt: skip
+    memory = [
+        line_plot(
+            f"Peak {name} memory so far",
+            units,
+            [Line("measured", measured, "main"), Line("planned", [peak] * len(units), "other")],
+            from_zero=format_gib,
+        )
+        for name, measured, peak in (
+            ("host", [float(u.host) for u in times.units], float(planned.host)),
+            ("GPU", [float(u.gpu) for u in times.units], float(planned.gpu)),
+        )
+        if any(measured)
+    ]
     parts: list[str] = [
         element("div", bars, class_="wide"),
+        lines_key(main="measured", other="planned"),
+        element("div", *memory, class_="plots"),
         table(
             "Planned and measured", ["", "planned", "measured", "of it"], rows, numbers=(1, 2, 3)
         ),

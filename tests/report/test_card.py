@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
+from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
 
 from halfbyte.cli import main
 from halfbyte.core import Origin
@@ -40,6 +42,13 @@ def test_front_matter_is_of_the_source_and_of_the_run(make_output: MakeOutput) -
         "pipeline_tag": "text-generation",
         "tags": ["compressed-tensors", "int4", "gptq", "halfbyte"],
     }
+
+
+def test_the_hub_reads_the_front_matter(make_output: MakeOutput) -> None:
+    data = ModelCard(model_card(read_output(make_output()))).data
+    assert (data.license, data.base_model) == ("mit", "zai-org/GLM-5.2-FP8")
+    assert (data.library_name, data.pipeline_tag) == ("transformers", "text-generation")
+    assert data.tags == ["compressed-tensors", "int4", "gptq", "halfbyte"]
 
 
 def test_figures_of_the_card(make_output: MakeOutput) -> None:
@@ -88,6 +97,7 @@ def test_a_verdict_becomes_a_table(make_output: MakeOutput) -> None:
     assert "not been judged" not in body
 
 
+TABLE = ("table", "thead", "tbody", "tr", "th", "td")
 HOSTILE = (
     "<script>alert(1)</script>",
     "a`b``c```d",
@@ -131,6 +141,13 @@ def test_hostile_names_stay_text(make_output: MakeOutput, name: str) -> None:
     # Every fence that opens is closed: what follows the last is the table of versions.
     assert prose.count("```") == 0
     assert "| package | version |" in prose
+    # And as a page that allows all HTML would show it: nothing but what cards are made of.
+    rendered = MarkdownIt("commonmark", {"html": True}).enable("table").render(body)
+    tags = set(re.findall(r"<(\w+)", rendered))
+    assert tags <= {"h1", "h2", "p", "a", "code", "pre", "ul", "li", "strong", *TABLE}
+    assert re.findall(r'href="([^"]*)"', rendered) == [
+        "https://huggingface.co/zai-org/GLM-5.2-FP8",
+    ]
 
 
 def test_escaped_text_reads_as_it_was() -> None:
@@ -155,8 +172,8 @@ def test_a_card_of_somebody_else_is_not_replaced(make_output: MakeOutput) -> Non
     card.write_text("# My own words\n")
     with pytest.raises(OutputError, match="not a card that halfbyte wrote") as refused:
         write_card(folder, read_output(folder))
-    assert refused.value.hint is not None
-    assert refused.value.hint.startswith("move it away: mv ")
+    assert refused.value.hint == f"mv {card} {card}.old"
+    write_card(folder, read_output(folder), replace=False)
     assert card.read_text() == "# My own words\n"
     card.unlink()
     assert main(["card", str(folder), "-q"]) == 0
