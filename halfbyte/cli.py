@@ -60,7 +60,7 @@ EXAMPLES: Mapping[str, str] = {
   quantize gate fp8.json int4.json --junit gate.xml --summary summary.md""",
     "report": """
   quantize report GLM-5.2-INT4
-  quantize report GLM-5.2-INT4 --eval int4.json --gate gate.json -o report.html""",
+  quantize report GLM-5.2-INT4 --eval int4.json --gate gate.json -o page.html""",
     "card": """
   quantize card GLM-5.2-INT4
   quantize gate fp8.json int4.json -o gate.json

@@ -277,7 +277,7 @@ def scales(output: Output) -> Html:
         peaks = [[n.peak for n in group] for group in groups]
         plots.append(
             line_plot(
-                f"{kind}, peak over root mean square",
+                f"{kind}, peak over RMS",
                 layers,
                 [Line("median", [median(group) for group in peaks], "main")],
                 ([min(group) for group in peaks], [max(group) for group in peaks]),
@@ -299,7 +299,7 @@ def scales(output: Output) -> Html:
     return section(
         "Scales and outliers",
         "Sizes of the groups' scales, and how far the largest weight of a linear stands out from"
-        " their root mean square.",
+        " their root mean square (RMS).",
         lines_key(main="median of a layer", band=BAND),
         element("div", *plots, class_="plots"),
         table("Scales by kind of linear", head, rows, numbers=range(1, 6), spare=(2, 4)),

@@ -267,11 +267,11 @@ def _run(output: Output) -> Html:
             f"Peak {name} memory so far",
             units,
             [Line("measured", measured, "main"), Line("planned", [peak] * len(units), "other")],
-            from_zero=format_gib,
+            from_zero=lambda size: f"{short(size)} GiB",
         )
         for name, measured, peak in (
-            ("host", [float(u.host) for u in times.units], float(planned.host)),
-            ("GPU", [float(u.gpu) for u in times.units], float(planned.gpu)),
+            ("host", [u.host / 2**30 for u in times.units], planned.host / 2**30),
+            ("GPU", [u.gpu / 2**30 for u in times.units], planned.gpu / 2**30),
         )
         if any(measured)
     ]
