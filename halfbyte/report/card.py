@@ -36,7 +36,7 @@ METHODS = {
     "rtn": "rounding to nearest",
 }
 RUNGS = {
-    "routed": "on the tokens routed to them alone",
+    "routed": "on the tokens that reach them, and no others",
     "blended": "on their own tokens, topped up with others of the layer",
     "all-tokens": "on all tokens of the layer, for want of their own",
     "weights-only": "without data",

@@ -263,26 +263,19 @@ def scales(output: Output) -> Html:
     linears = output.report.linears
     if not linears:
         return section("Scales and outliers", "Nothing was quantized.")
-    plots = []
+    sizes, peaks = [], []
     for kind, members in by_kind(linears).items():
         layers, groups = _by_layer(members)
         means = [median([n.mean_scale for n in group]) for group in groups]
-        band = (
+        ends = (
             [min(n.smallest_scale for n in group) for group in groups],
             [max(n.largest_scale for n in group) for group in groups],
         )
-        plots.append(
-            line_plot(f"{kind}, scales", layers, [Line("median of means", means, "main")], band)
-        )
-        peaks = [[n.peak for n in group] for group in groups]
-        plots.append(
-            line_plot(
-                f"{kind}, peak over RMS",
-                layers,
-                [Line("median", [median(group) for group in peaks], "main")],
-                ([min(group) for group in peaks], [max(group) for group in peaks]),
-            )
-        )
+        sizes.append(line_plot(kind, layers, [Line("median of means", means, "main")], ends))
+        found = [[n.peak for n in group] for group in groups]
+        middle = Line("median", [median(group) for group in found], "main")
+        ends = [min(group) for group in found], [max(group) for group in found]
+        peaks.append(line_plot(kind, layers, [middle], ends))
     rows = [
         [
             kind,
@@ -301,7 +294,10 @@ def scales(output: Output) -> Html:
         "Sizes of the groups' scales, and how far the largest weight of a linear stands out from"
         " their root mean square (RMS).",
         lines_key(main="median of a layer", band=BAND),
-        element("div", *plots, class_="plots"),
+        element("h3", "Scales by layer"),
+        element("div", *sizes, class_="plots"),
+        element("h3", "Largest weight over RMS, by layer"),
+        element("div", *peaks, class_="plots"),
         table("Scales by kind of linear", head, rows, numbers=range(1, 6), spare=(2, 4)),
         *scaled,
     )

@@ -16,6 +16,16 @@ from markdown_it import MarkdownIt
 from halfbyte.cli import main
 from halfbyte.core import Origin
 from halfbyte.errors import CheckpointError, EvaluationError, OutputError
+from halfbyte.evals.gate import gate as judge
+from halfbyte.evals.policy import load_policy
+from halfbyte.evals.report import (
+    EvalReport,
+    Item,
+    MetricScores,
+    TaskResults,
+    TaskScores,
+    TaskSettings,
+)
 from halfbyte.formats.folder import REPORT_FILE
 from halfbyte.report.card import block, code, escape, model_card, write_card
 from halfbyte.report.output import read_output
@@ -98,6 +108,31 @@ def test_a_verdict_becomes_a_table(make_output: MakeOutput) -> None:
 
 
 TABLE = ("table", "thead", "tbody", "tr", "th", "td")
+
+
+def test_a_verdict_as_the_gate_gives_it(make_output: MakeOutput, tmp_path: Path) -> None:
+    def scores(right: int) -> EvalReport:
+        items = tuple(Item("sums", i, f"{i}", f"{i}", f"{i}") for i in range(1000))
+        metric = MetricScores("acc", "none", True, tuple(float(i < right) for i in range(1000)))
+        settings = TaskSettings(None, 8, 1024, "float32", {})
+        tasks = (TaskScores("sums", "1", items, (metric,), "0" * 64),)
+        return EvalReport("x", "0" * 64, tasks=TaskResults(settings, tasks))
+
+    path = tmp_path / "verdict.json"
+    for policy, allowed in (
+        ("default", "The mean may drop by 0.8 points, a task by 2."),
+        ("article", "A task may drop by 0.8 points."),
+    ):
+        verdict = judge(scores(900), scores(880), load_policy(policy))
+        path.write_text(json.dumps(verdict.to_json()))
+        folder = make_output(policy)
+        card = model_card(read_output(folder, path))
+        assert f"Verdict: **fail**, by the policy {policy}" in card
+        assert allowed in card
+        assert "| sums | acc,none | 1,000 | 90.00 | 88.00 | -2.00 (" in card
+        assert "| 20 : 0 | fail |" in card
+
+
 HOSTILE = (
     "<script>alert(1)</script>",
     "a`b``c```d",
