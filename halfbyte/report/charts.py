@@ -17,8 +17,8 @@ from halfbyte.report.linears import quantile
 
 SHADES = 9
 """Classes of colour of a map, from few to many."""
-CATEGORIES = 7
-"""Colours of things that have no order."""
+CATEGORIES = 6
+"""Colours of things that have no order, besides the grey of "other"."""
 
 WIDTH = 1000
 """Units across a plot: about as many as pixels, since far from that strokes are drawn blurred."""
@@ -273,7 +273,7 @@ def stacked_bars(
             hint = f"{places[i]}: {name} {written(value)}"
             bars.append(_bar(i, len(places), base[i] / scale.high, value / scale.high, hint))
             base[i] += value
-        parts.append(element("g", *bars, class_=f"c{number % CATEGORIES}"))
+        parts.append(element("g", *bars, class_=_colour(number, name)))
     label = "; ".join(f"{name} {written(sum(values))}" for name, values in series.items())
     return joined([_framed(title, places, parts, scale, label, written), categories(list(series))])
 
@@ -353,11 +353,15 @@ def categories(names: Sequence[str]) -> Html:
     return element(
         "p",
         *(
-            element("span", element("span", class_=f"box c{i % CATEGORIES}"), name, class_="key")
+            element("span", element("span", class_=f"box {_colour(i, name)}"), name, class_="key")
             for i, name in enumerate(names)
         ),
         class_="legend",
     )
+
+
+def _colour(number: int, name: str) -> str:
+    return f"c{CATEGORIES}" if name == "other" else f"c{number % CATEGORIES}"
 
 
 def _framed(

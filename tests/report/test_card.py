@@ -229,6 +229,13 @@ def test_what_is_no_output_is_refused(make_output: MakeOutput, tmp_path: Path) -
     (folder / REPORT_FILE).write_text(json.dumps(record))
     with pytest.raises(CheckpointError, match="'<b>' is not a finite number"):
         read_output(folder)
+    record["linears"][0]["error"] = 0.5
+    for repo in ("a/b) <script>", "a/b\nc", "javascript:x", "../../x/y"):
+        record["origin"]["repo"] = repo
+        (folder / REPORT_FILE).write_text(json.dumps(record))
+        with pytest.raises(CheckpointError, match="is not a repository"):
+            read_output(folder)
+    record["origin"]["repo"] = None
     record["linears"][0]["error"] = 10**400
     (folder / REPORT_FILE).write_text(json.dumps(record))
     with pytest.raises(CheckpointError, match="is not a finite number"):
