@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from halfbyte.core import LinearReport, Rung, ScaledInput
+from halfbyte.report.axis import short
 from halfbyte.report.card import RUNGS
-from halfbyte.report.charts import Cells, Line, heat_map, line_plot, lines_key, short, stacked_bars
+from halfbyte.report.charts import Cells, Line, heat_map, line_plot, lines_key, stacked_bars
 from halfbyte.report.html import (
     ROWS_SHOWN,
     Html,
@@ -34,6 +35,7 @@ LADDER: tuple[Rung, ...] = ("routed", "blended", "all-tokens", "weights-only")
 
 
 def errors(output: Output) -> Html:
+    """Of each expert as a map, of each layer as lines, of each kind of linear as a table."""
     report = output.report
     if not report.linears:
         return section("Error", "Nothing was quantized.")
@@ -204,6 +206,7 @@ def _three(value: float) -> float:
 
 
 def coverage(output: Output) -> Html:
+    """How many tokens reached each expert, and what linears were calibrated on therefore."""
     report = output.report
     if report.settings.method == "rtn":
         name = shlex.quote(report.origin.name)
@@ -260,6 +263,7 @@ def _token_table(tokens: dict[tuple[int, int], int]) -> Html:
 
 
 def scales(output: Output) -> Html:
+    """Sizes of scales and of outliers, by kind of linear and layer, and what AWQ scaled."""
     linears = output.report.linears
     if not linears:
         return section("Scales and outliers", "Nothing was quantized.")

@@ -15,8 +15,9 @@ from importlib import resources
 from halfbyte.core import LinearReport
 from halfbyte.evals.report import EvalReport
 from halfbyte.report import commands
+from halfbyte.report.axis import short
 from halfbyte.report.card import METHODS, points
-from halfbyte.report.charts import share_bar, short
+from halfbyte.report.charts import share_bar
 from halfbyte.report.html import (
     ROWS_SHOWN,
     Html,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from halfbyte.report import commands
-from halfbyte.report.charts import Line, line_plot, lines_key, short, stacked_bars
+from halfbyte.report.axis import short
+from halfbyte.report.charts import Line, line_plot, lines_key, stacked_bars
 from halfbyte.report.html import Html, details, element, missing, percent, section, table
 from halfbyte.report.output import Output, RunTimes
 from halfbyte.units import format_gib, format_seconds
