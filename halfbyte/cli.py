@@ -30,6 +30,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "gate": measure.gate,
     "report": publish.report,
     "card": publish.card,
+    "push": publish.push,
     "demo": measure.demo,
     "models": look.models,
     "env": look.environment,
@@ -42,6 +43,7 @@ EXAMPLES: Mapping[str, str] = {
   quantize GLM-5.2-FP8 --to int4 --method rtn --group-size 128 -o GLM-5.2-INT4""",
     "plan": """
   quantize plan GLM-5.2-FP8
+  quantize plan zai-org/GLM-5.2-FP8@main
   quantize plan GLM-5.2-FP8 --recipe glm-5-fp8-rest --json""",
     "inspect": """
   quantize inspect GLM-5.2-FP8
@@ -51,11 +53,18 @@ EXAMPLES: Mapping[str, str] = {
   quantize verify GLM-5.2-INT4 --source GLM-5.2-FP8""",
     "eval": """
   quantize eval GLM-5.2-INT4 --text heldout.jsonl --baseline GLM-5.2-FP8
-  quantize eval GLM-5.2-INT4 --tasks tasks --limit 200 -o int4.json""",
+  quantize eval GLM-5.2-INT4 --tasks tasks --limit 200 -o int4.json
+  quantize eval GLM-5.2-INT4 --tasks article --backend vllm \\
+    --backend-arg tensor_parallel_size=8 --max-length 16384 -o int4.json
+  quantize eval GLM-5.2-INT4 --tasks article \\
+    --endpoint http://localhost:30000 -o int4.json
+  quantize eval GLM-5.2-INT4 --tool-calls bfcl_eval/data -o int4.json
+  quantize eval GLM-5.2-FP8 --tasks tasks --store baselines""",
     "gate": """
   quantize eval GLM-5.2-FP8 --tasks tasks -o fp8.json
   quantize eval GLM-5.2-INT4 --tasks tasks -o int4.json
   quantize gate fp8.json int4.json
+  quantize gate baselines int4.json
   quantize gate fp8.json int4.json --policy article --margin 0.5
   quantize gate fp8.json int4.json --junit gate.xml --summary summary.md""",
     "report": """
@@ -65,6 +74,10 @@ EXAMPLES: Mapping[str, str] = {
   quantize card GLM-5.2-INT4
   quantize gate fp8.json int4.json -o gate.json
   quantize card GLM-5.2-INT4 --gate gate.json""",
+    "push": """
+  quantize push GLM-5.2-INT4 someone/GLM-5.2-INT4 --dry-run
+  quantize push GLM-5.2-INT4 someone/GLM-5.2-INT4
+  quantize push GLM-5.2-INT4 someone/GLM-5.2-INT4 --public --revision int4""",
     "demo": """
   quantize demo
   quantize demo -o /tmp/demo""",

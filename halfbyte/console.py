@@ -13,7 +13,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,8 +183,11 @@ class Interrupted(HalfbyteError):
 
 
 @contextmanager
-def resumable(output: Path) -> Iterator[None]:
-    """Turn Ctrl-C and SIGTERM into an explanation of how to go on with what is in `output`."""
+def resumable(
+    output: Path, begin_anew: Sequence[str] = ("--overwrite",), go_on: Sequence[str] = ("--resume",)
+) -> Iterator[None]:
+    """Turn Ctrl-C and SIGTERM into an explanation of how to go on with what is in `output`: the
+    same command without the flags `begin_anew`, and with `go_on`."""
 
     def stop(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -193,10 +196,10 @@ def resumable(output: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        words = [word for word in sys.argv[1:] if word not in ("--resume", "--overwrite")]
+        words = [word for word in sys.argv[1:] if word not in (*begin_anew, *go_on)]
         raise Interrupted(
             f"interrupted; {output} keeps what is finished",
-            hint=f"go on with: {shlex.join(['quantize', *words, '--resume'])}",
+            hint=f"go on with: {shlex.join(['quantize', *words, *go_on])}",
         ) from None
     finally:
         signal.signal(signal.SIGTERM, before)

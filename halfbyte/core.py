@@ -70,17 +70,50 @@ class TensorInfo:
         return self.end - self.begin
 
 
+@dataclass(frozen=True, slots=True)
+class RepositoryFile:
+    """A file of a repository as the Hub lists it."""
+
+    size: int
+    sha256: str | None
+    """Of files in large file storage; None for those that git itself holds."""
+    blob: str
+    """Git's object id: of a file without `sha256` the SHA-1 over "blob <size>\\0" and the bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """A repository of the Hugging Face Hub at one commit; made by `formats.hub`."""
+
+    name: str
+    """ORG/NAME."""
+    commit: str
+    files: Mapping[str, RepositoryFile]
+    """Those at the top of it, by name."""
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.commit}"
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder as its headers say; made by `formats.checkpoint.open_checkpoint`."""
+    """A checkpoint as its headers say; made by `formats.source.open_source`."""
 
     path: Path
+    """Its folder. That of a repository holds config and side files, and some of the shards."""
     config: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
     shards: Mapping[str, int]
     """Shard file name -> size in bytes, in name order."""
     side_files: tuple[str, ...]
     """Files that travel with the weights (tokenizer, chat template, generation config)."""
+    repository: Repository | None = None
+    """Where shards come from that are not in the folder."""
+
+    @property
+    def origin(self) -> str:
+        """What people know it by: its folder, or repository and commit."""
+        return str(self.repository or self.path)
 
     @property
     def model_type(self) -> str:
@@ -546,6 +579,10 @@ class RunReport:
     times: tuple[UnitTime, ...] = ()
     """In the order of the plan, also of units that were done before an interruption."""
     already_finished: bool = False
+    repository: str | None = None
+    """ORG/NAME of the source on the Hugging Face Hub; None when it was a folder."""
+    commit: str | None = None
+    """The commit of `repository` that was read."""
     schema_version: int = field(default=REPORT_SCHEMA)
 
     def to_json(self) -> dict[str, Any]:

@@ -30,6 +30,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "halfbyte"
 
 
+def api_key() -> str | None:
+    """`OPENAI_API_KEY`: what a server that `quantize eval --endpoint` asks wants to be shown."""
+    return os.environ.get("OPENAI_API_KEY") or None
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Launch:
     """A process among those that `torchrun` started."""

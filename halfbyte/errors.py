@@ -17,6 +17,10 @@ class CheckpointError(HalfbyteError):
     """The input checkpoint is damaged, incomplete or not what its index says."""
 
 
+class HubError(HalfbyteError):
+    """What the Hugging Face Hub refuses, does not have, or has changed meanwhile."""
+
+
 class UnsupportedModelError(HalfbyteError):
     """The architecture has no layer runner, so it cannot be calibrated."""
 

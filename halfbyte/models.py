@@ -41,14 +41,26 @@ MODELS: tuple[KnownModel, ...] = (
     KnownModel("kimi-k2", "moonshotai/Kimi-K2-Instruct", "kimi_k2"),
 )
 
-_REPO = re.compile(r"[\w.-]+/[\w.-]+")
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", flags=re.ASCII)
+"""ORG/NAME."""
 
 
-def resolve(source: str) -> Path:
-    """The folder of a checkpoint named by its path.
+@dataclass(frozen=True, slots=True)
+class RepositoryName:
+    """A repository of the Hugging Face Hub as people write it: ORG/NAME or ORG/NAME@REVISION."""
 
-    Raises `HalfbyteError` when there is no such folder; for an alias or a repository id the hint
-    is the command that downloads it.
+    name: str
+    revision: str | None = None
+    """A branch, tag or commit; None is the default branch."""
+
+    def __str__(self) -> str:
+        return self.name if self.revision is None else f"{self.name}@{self.revision}"
+
+
+def resolve(source: str) -> Path | RepositoryName:
+    """What a user means by `source`: a folder if there is one, else a repository or an alias of it.
+
+    Raises `HalfbyteError` when it can be neither.
     """
     path = Path(source).expanduser()
     if path.is_dir():
@@ -56,21 +68,15 @@ def resolve(source: str) -> Path:
     if path.exists():
         raise HalfbyteError(f"{source} is a file; a checkpoint is a folder")
     by_alias = {model.alias: model.repo for model in MODELS}
-    if (repo := by_alias.get(source.lower())) is not None:
-        raise HalfbyteError(
-            f"{source} is the repository {repo}, which must first be a local folder",
-            hint=f"hf download {repo} --local-dir {repo.split('/')[1]}",
-        )
-    close = difflib.get_close_matches(source.lower(), by_alias, n=3)
+    name, _, revision = source.partition("@")
+    repository = by_alias.get(name.lower(), name)
+    if REPOSITORY.fullmatch(repository) and not source.endswith("@"):
+        return RepositoryName(repository, revision or None)
+    close = difflib.get_close_matches(name.lower(), by_alias, n=3)
     suggestion = f"; known models like it: {', '.join(close)}" if close else ""
-    if _REPO.fullmatch(source):
-        raise HalfbyteError(
-            f"there is no folder {source}; a repository must first be a local folder{suggestion}",
-            hint=f"hf download {source} --local-dir {source.split('/')[1]}",
-        )
     raise HalfbyteError(
         f"there is no folder {source}{suggestion}",
-        hint="give the folder of a checkpoint; `quantize models` lists the known names",
+        hint="give a folder, ORG/NAME of the Hugging Face Hub, or a name of `quantize models`",
     )
 
 

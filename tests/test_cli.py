@@ -21,6 +21,7 @@ from halfbyte.errors import CheckpointError, UsageError
 from halfbyte.evals.gate import gate as judge
 from halfbyte.evals.policy import load_policy
 from halfbyte.evals.report import (
+    Answer,
     EvalReport,
     Item,
     MetricScores,
@@ -28,6 +29,7 @@ from halfbyte.evals.report import (
     TaskScores,
     TaskSettings,
 )
+from halfbyte.evals.store import BaselineStore
 
 
 class Outcome(NamedTuple):
@@ -111,6 +113,21 @@ def test_every_name_that_models_lists_can_be_typed() -> None:
         (["eval", "."], "nothing to measure"),
         (["eval", ".", "--tasks", ".", "--baseline", "."], "add --text"),
         (["eval", ".", "--text", "a.txt", "--task", "a"], "add --tasks FOLDER"),
+        (["eval", ".", "--text", "a.txt", "--backend", "vllm"], "add --tasks FOLDER"),
+        (["eval", ".", "--tasks", ".", "--backend", "hf", "--endpoint", "http://a"], "use one of"),
+        (["eval", ".", "--tasks", ".", "--backend-arg", "a=1"], "add --backend vllm or sglang"),
+        (
+            ["eval", ".", "--tasks", ".", "--backend", "vllm", "--backend-arg", "a"],
+            "not NAME=VALUE",
+        ),
+        (["eval", ".", "--tasks", ".", "--model", "a"], "add --endpoint"),
+        (["eval", ".", "--tasks", ".", "--endpoint", "localhost:8000"], "--endpoint http://HOST"),
+        (["eval", ".", "--tasks", ".", "--endpoint", "http://a", "--device", "cpu"], "--device is"),
+        (
+            ["eval", ".", "--tasks", ".", "--endpoint", "http://a", "--dtype", "float32"],
+            "--dtype: a",
+        ),
+        (["eval", ".", "--tasks", ".", "--fresh"], "add -o FILE"),
     ],
 )
 def test_wrong_usage_exits_2(quantize: Quantize, words: list[str], message: str) -> None:
@@ -297,13 +314,41 @@ def test_eval_measures_text_and_saves_what_it_found(
     assert any(re.fullmatch(r"top-1 agreement % +100\.00", line) for line in table)
 
 
-def evaluation(path: Path, right: int, of: int = 1000, task: str = "arithmetic") -> Path:
+def test_eval_measures_once_what_a_store_has(
+    quantize: Quantize, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, store = tmp_path / "text.txt", tmp_path / "baselines"
+    text.write_text("the quick brown fox jumps over the lazy dog " * 20)
+    words = ["eval", tiny, "--text", text, "--sequence-length", 16, "--store", store]
+    first = quantize(*words, "--max-windows", 2, "--json")
+    assert (first.exit_code, first.stderr) == (0, "")
+    other = quantize(*words, "--max-windows", 1)
+    assert re.search(
+        r"not used, since another evaluation, \w+\.json: windows was 2, now 1", other.stderr
+    )
+    assert len(list(store.iterdir())) == 2
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr("halfbyte.evals.evaluation.evaluate_text", never)
+    assert "just this was evaluated before" in quantize(*words, "--max-windows", 2).stderr
+    assert quantize(*words, "--max-windows", 2, "--json").document == first.document
+    text.write_text("another text " * 99)
+    assert "measured again" in quantize(*words, "--max-windows", 2).stderr
+
+
+def evaluation(
+    path: Path, right: int, of: int = 1000, task: str = "arithmetic", checkpoint: str = "0" * 64
+) -> Path:
     """Saves the scores of a made-up task with `right` answers right."""
     items = tuple(Item(task, i, f"{i:016x}", f"{i:016x}", f"{i:016x}") for i in range(of))
     values = tuple(float(i < right) for i in range(of))
-    scores = TaskScores(task, "1", items, (MetricScores("acc", "none", True, values),), "0" * 64)
+    metrics = (MetricScores("acc", "none", True, values),)
+    answers = tuple(Answer(f"{i:015x}{int(i < right)}") for i in range(of))
+    scores = TaskScores(task, "1", items, metrics, "0" * 64, answers, (), "0" * 64)
     settings = TaskSettings(None, 8, 1024, "float32", {"lm_eval": "0.4.13"})
-    EvalReport("folder", "0" * 64, tasks=TaskResults(settings, (scores,))).write(path)
+    EvalReport("folder", checkpoint, tasks=TaskResults(settings, (scores,))).write(path)
     return path
 
 
@@ -333,6 +378,19 @@ def test_gate_exit_codes(
     assert f"gate: {verdict}" in human.stdout
     assert document.document["verdict"] == verdict
     assert quantize(*words, "--quiet") == (exit_code, "", "")
+
+
+def test_gate_finds_its_baseline_in_a_store(quantize: Quantize, tmp_path: Path) -> None:
+    candidate = evaluation(tmp_path / "candidate.json", 895, checkpoint="1" * 64)
+    store = BaselineStore(tmp_path / "store")
+    words = ("gate", store.folder, candidate, "--policy", "article")
+    store.folder.mkdir()
+    missing = quantize(*words)
+    assert missing.exit_code == 1
+    assert "no evaluation fits the candidate" in missing.stderr
+    store.add({"checkpoint": "0"}, EvalReport.read(evaluation(tmp_path / "fp8.json", 900)))
+    found = quantize(*words, "--json")
+    assert (found.exit_code, found.document["rows"][0]["baseline"]) == (0, 900)
 
 
 def test_the_default_gate_says_what_would_decide(quantize: Quantize, tmp_path: Path) -> None:
@@ -376,7 +434,8 @@ def test_demo_ends_with_one_table_and_the_verdict(
     def run_demo(output: Path, progress: object) -> SimpleNamespace:
         print("chatter")
         fp8 = EvalReport.read(evaluation(tmp_path / "fp8.json", 900))
-        gptq = EvalReport.read(evaluation(tmp_path / "gptq.json", 880))
+        saved = evaluation(tmp_path / "gptq.json", 880, checkpoint="1" * 64)
+        gptq = EvalReport.read(saved)
         return SimpleNamespace(
             output=str(output),
             variants=(
@@ -490,9 +549,9 @@ def test_an_interrupted_run_says_how_to_go_on(
 
 
 def test_unknown_sources_are_explained(quantize: Quantize, tmp_path: Path) -> None:
-    outcome = quantize("glm-5.2", "--to", "int4")
+    outcome = quantize("plan", "glm-5.2")
     assert outcome.exit_code == 1
-    assert "hf download zai-org/GLM-5.2-FP8" in outcome.stderr
+    assert "zai-org/GLM-5.2-FP8 is on the Hugging Face Hub, and HF_HUB_OFFLINE" in outcome.stderr
     assert quantize("plan", tmp_path / "absent").exit_code == 1
 
 

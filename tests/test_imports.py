@@ -42,9 +42,10 @@ MAY_IMPORT = {
     "__init__": EVALS | {"evals"},
     "progress_display": BASE,
     "console": CONSOLE,
-    "commands": CONSOLE | EVALS | {"evals", "report", "__init__"},
+    "commands": CONSOLE | EVALS | {"evals", "report", "publish", "__init__"},
     "cli": CONSOLE | {"commands", "__init__"},
     "__main__": {"cli"},
+    "publish": EVALS,
 }
 """Part of the package -> the other parts that it may import, at any depth of its code."""
 
@@ -64,7 +65,9 @@ STARTS_WITHOUT_THEM = (
     "halfbyte.commands.scores",
     "halfbyte.commands.tables",
     "halfbyte.formats.checkpoint",
+    "halfbyte.formats.hub",
     "halfbyte.formats.int4",
+    "halfbyte.formats.source",
     "halfbyte.formats.weights",
     "halfbyte.models",
     "halfbyte.quantize.plan",

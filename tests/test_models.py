@@ -8,7 +8,7 @@ import pytest
 
 from halfbyte.core import Checkpoint
 from halfbyte.errors import HalfbyteError
-from halfbyte.models import DEFAULT_RECIPE, MODELS, recipe_for, resolve
+from halfbyte.models import DEFAULT_RECIPE, MODELS, RepositoryName, recipe_for, resolve
 from halfbyte.quantize.recipe import load_recipe
 
 
@@ -24,17 +24,29 @@ def test_a_folder_may_be_called_like_an_alias(
     assert resolve("glm-5.2") == Path("glm-5.2")
 
 
-@pytest.mark.parametrize("source", ["glm-5.2", "GLM-5.2"])
-def test_an_alias_says_how_to_download_it(source: str) -> None:
-    with pytest.raises(HalfbyteError, match=r"zai-org/GLM-5\.2-FP8") as caught:
+@pytest.mark.parametrize(
+    ("source", "name", "revision"),
+    [
+        ("glm-5.2", "zai-org/GLM-5.2-FP8", None),
+        ("GLM-5.2@v1", "zai-org/GLM-5.2-FP8", "v1"),
+        ("someone/Model", "someone/Model", None),
+        ("someone/Model@refs/pr/3", "someone/Model", "refs/pr/3"),
+    ],
+)
+def test_names_of_repositories(source: str, name: str, revision: str | None) -> None:
+    assert resolve(source) == RepositoryName(name, revision)
+
+
+def test_a_folder_wins_over_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "someone/Model").mkdir(parents=True)
+    assert resolve("someone/Model") == Path("someone/Model")
+
+
+@pytest.mark.parametrize("source", ["../Model", "./Model", "a/b/c", "someone/Model@", "/a/b"])
+def test_paths_are_no_repositories(source: str) -> None:
+    with pytest.raises(HalfbyteError, match=f"there is no folder {source}"):
         resolve(source)
-    assert caught.value.hint == "hf download zai-org/GLM-5.2-FP8 --local-dir GLM-5.2-FP8"
-
-
-def test_a_repository_says_how_to_download_it() -> None:
-    with pytest.raises(HalfbyteError, match="no folder someone/Model") as caught:
-        resolve("someone/Model")
-    assert caught.value.hint == "hf download someone/Model --local-dir Model"
 
 
 def test_close_matches_are_suggested() -> None:

@@ -96,18 +96,16 @@ def run(
     torchrun --nproc-per-node 8 -m halfbyte run SOURCE --to int4 ...
     """
     from halfbyte.core import MemoryBudget
-    from halfbyte.formats.checkpoint import open_checkpoint
     from halfbyte.formats.pagecache import page_cache_filling
-    from halfbyte.models import resolve
+    from halfbyte.formats.source import open_source
 
     console = _open_console(json, quiet, verbose)
-    path = resolve(source)
     if resume and overwrite:
         raise UsageError("--resume and --overwrite exclude each other")
     if not dry_run:
         _require_text(method, calibration, f"quantize {shlex.quote(source)} --to {to}")
     launch = torchrun()
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_source(source)
     one = launch is None or launch.local_rank == 0  # of a machine's processes
     with page_cache_filling(checkpoint) if one and not dry_run else nullcontext():
         settings = _settings(
@@ -142,13 +140,13 @@ def run(
         plan = _plan(checkpoint, recipe, group_size, settings, budget)
         tokens = None
         if calibration is not None:
-            tokens = token_windows(calibration, path, samples, sequence_length, seed)
+            tokens = token_windows(calibration, checkpoint.path, samples, sequence_length, seed)
     for line in tables.plan_summary(plan, _duration(plan)):
         console.note(line)
     console.detail(render(tables.plan_table(plan)))
     for warning in plan.warnings:
         console.warning(warning)
-    output = output or default_output(path)
+    output = output or default_output(_typed_name(checkpoint))
     with joined(plan.settings.device, tensors=tokens is not None) as ranks:
         if not ranks.first:
             pipeline.follow(plan, output, tokens=tokens, ranks=ranks)
@@ -196,8 +194,7 @@ def plan(
 ) -> None:
     """Show what a run would do, reading nothing but headers."""
     from halfbyte.core import MemoryBudget
-    from halfbyte.formats.checkpoint import open_checkpoint
-    from halfbyte.models import resolve
+    from halfbyte.formats.source import open_source
 
     settings = _settings(
         device,
@@ -216,7 +213,7 @@ def plan(
     )
     console = _open_console(json, quiet, verbose)
     budget = MemoryBudget(max_gpu_memory, max_host_memory)
-    checkpoint = open_checkpoint(resolve(source))
+    checkpoint = open_source(source)
     _show_plan(console, _plan(checkpoint, recipe, group_size, settings, budget))
 
 
@@ -236,6 +233,12 @@ def default_output(source: Path) -> Path:
     # From inside the source, beside it.
     inside = source.resolve() in (Path.cwd(), *Path.cwd().parents)
     return source.resolve().parent / output if inside else output
+
+
+def _typed_name(checkpoint: Checkpoint) -> Path:
+    """The folder, or the one that a download of the repository would make here."""
+    repository = checkpoint.repository
+    return checkpoint.path if repository is None else Path(repository.name.split("/")[1])
 
 
 def _require_text(method: str, calibration: Path | None, command: str) -> None:

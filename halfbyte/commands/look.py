@@ -14,11 +14,10 @@ from halfbyte.console import EXIT_FAILURE
 def inspect(source: Source, json: Json = False, quiet: Quiet = False) -> None:
     """Summarize a checkpoint by dtype and tensor name."""
     from halfbyte.commands import tables
-    from halfbyte.formats.checkpoint import open_checkpoint
-    from halfbyte.models import resolve
+    from halfbyte.formats.source import open_source
 
     console = open_console(json, quiet)
-    record = tables.checkpoint_record(open_checkpoint(resolve(source)))
+    record = tables.checkpoint_record(open_source(source))
     for line in tables.checkpoint_summary(record):
         console.line(line)
     for table in tables.checkpoint_tables(record):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -16,7 +17,15 @@ from halfbyte.commands.options import (
     Verbose,
     open_console,
 )
+from halfbyte.console import resumable
 from halfbyte.errors import UsageError
+
+if TYPE_CHECKING:
+    from halfbyte.evals.endpoint import Endpoint
+    from halfbyte.evals.engines import Backend
+
+BackendName = Literal["hf", "vllm", "sglang"]
+Api = Literal["openai", "sglang"]
 
 
 def evaluate(
@@ -32,16 +41,62 @@ def evaluate(
         int | None, typer.Option("--max-windows", min=1, help="Windows of text. [default: all]")
     ] = None,
     tasks: Annotated[
-        Path | None, typer.Option("--tasks", help="Folder of lm-eval tasks; their code is run.")
+        str | None,
+        typer.Option(
+            "--tasks",
+            metavar="DIR|NAME",
+            help="Folder of lm-eval tasks, whose code is run; or article, a set of lm-eval's own.",
+        ),
     ] = None,
     task: Annotated[
         list[str] | None,
         typer.Option("--task", help="Score this task; may be repeated. [default: all]"),
     ] = None,
+    tool_calls: Annotated[
+        Path | None,
+        typer.Option(
+            "--tool-calls",
+            metavar="FILE|DIR",
+            help="Score the calls that are made for these questions: .jsonl, or files of BFCL.",
+        ),
+    ] = None,
     limit: Annotated[
         int | None, typer.Option("--limit", min=1, help="Questions per task. [default: all]")
     ] = None,
-    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Questions at once.")] = 16,
+    backend: Annotated[
+        BackendName | None,
+        typer.Option(
+            "--backend", help="What answers the tasks: transformers, vLLM or SGLang. [default: hf]"
+        ),
+    ] = None,
+    backend_argument: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--backend-arg",
+            metavar="NAME=VALUE",
+            help="Argument of vllm or sglang, as tensor_parallel_size=8; may be repeated.",
+        ),
+    ] = None,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            "--endpoint", metavar="URL", help="Ask a running server that serves this checkpoint."
+        ),
+    ] = None,
+    api: Annotated[
+        Api | None, typer.Option("--api", help="What it speaks. [default: asks it]")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Name of the model there, if it has several.")
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            "--batch-size",
+            min=1,
+            help="Questions at once. [default: 16; 512 for vllm and sglang]",
+        ),
+    ] = None,
     max_length: Annotated[
         int | None,
         typer.Option(
@@ -50,73 +105,173 @@ def evaluate(
             help="Tokens of prompt and answer together. [default: the model's limit]",
         ),
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Save the evaluation, for `gate`.")
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-new-tokens",
+            min=1,
+            help="Tokens of an answer, where the task does not say."
+            " [default: 256, article 2048, tool calls 512]",
+        ),
     ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="Save the evaluation, for `gate`; answers as they come beside it.",
+        ),
+    ] = None,
+    store: Annotated[
+        Path | None,
+        typer.Option(
+            "--store",
+            metavar="DIR",
+            help="Keep the evaluation in this folder, and take it from there when just the same was"
+            " evaluated before.",
+        ),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Use no answers of a run that was interrupted.")
+    ] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
     json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Measure perplexity, divergence from a baseline and task scores."""
+    """Measure perplexity, divergence from a baseline, task scores and tool calls.
+
+    What was answered before an interruption is not asked again when the same command is repeated.
+    """
     from halfbyte.commands import scores
     from halfbyte.devices import resolve_device, resolve_dtype
 
     console = open_console(json, quiet, verbose)
-    if text is None and tasks is None:
+    if text is None and tasks is None and tool_calls is None:
         raise UsageError(
-            "nothing to measure", hint="add --text heldout.jsonl, --tasks FOLDER, or both"
+            "nothing to measure",
+            hint="add --text heldout.jsonl, --tasks FOLDER, --tool-calls FILE, or several of them",
         )
     if baseline is not None and text is None:
         raise UsageError("--baseline measures divergence on a text", hint="add --text")
     if task and tasks is None:
         raise UsageError("--task names a task of a folder", hint="add --tasks FOLDER")
-    from halfbyte.evals.harness import run_tasks
-    from halfbyte.evals.report import EvalReport, checkpoint_fingerprint
-    from halfbyte.evals.stream import evaluate_text
-    from halfbyte.formats.checkpoint import open_checkpoint
-
+    if fresh and output is None:
+        raise UsageError("--fresh: answers are only kept beside a report", hint="add -o FILE")
     if output is not None and output.is_dir():
         raise UsageError(f"-o {output} is a folder", hint="name a file: -o evaluation.json")
-    device = resolve_device(device)
-    compute = resolve_dtype(dtype, device)
-    fingerprint = checkpoint_fingerprint(open_checkpoint(checkpoint))
-    text_metrics = task_results = None
-    with console.working() as progress:
-        if text is not None:
-            text_metrics = evaluate_text(
-                checkpoint,
-                text,
-                baseline=baseline,
-                sequence_length=sequence_length,
-                max_windows=max_windows,
-                device=device,
-                dtype=compute,
-                progress=progress,
-            )
-        if tasks is not None:
-            task_results = run_tasks(
-                checkpoint,
-                tasks,
-                task,
-                limit=limit,
-                batch_size=batch_size,
-                max_length=max_length,
-                device=device,
-                dtype=compute,
-                progress=progress,
-            )
-    report = EvalReport(str(checkpoint), fingerprint, text_metrics, task_results)
+    elsewhere = _engine(backend, backend_argument, endpoint, api, model)
+    if tasks is None and tool_calls is None and max_new_tokens is not None:
+        raise UsageError("there are no tasks to answer", hint="add --tasks FOLDER")
+    if elsewhere is not None and tasks is None:
+        raise UsageError("there are no tasks to answer", hint="add --tasks FOLDER")
+    if elsewhere is not None and tool_calls is not None:
+        raise UsageError(
+            "--tool-calls are asked in this process",
+            hint="measure them by themselves, without --backend and --endpoint",
+        )
+    if elsewhere is not None and text is None and device != "auto":
+        raise UsageError(
+            "--device is where transformers computes",
+            hint="leave it out; vLLM and SGLang use the GPUs of CUDA_VISIBLE_DEVICES",
+        )
+    if endpoint is not None and text is None and dtype != "auto":
+        raise UsageError("--dtype: a server computes as it was started", hint="leave it out")
+    from halfbyte.evals import engines, kept, suites
+    from halfbyte.evals.evaluation import Evaluation
+    from halfbyte.evals.store import BaselineStore
+
+    compute: str = dtype
+    # An engine with an "auto" of its own may need the GPU as it is, without a context of ours.
+    if elsewhere is None or text is not None:
+        device = resolve_device(device)
+        compute = resolve_dtype(dtype, device)
+    source: Path | suites.Suite | None = None
+    if tasks is not None:
+        source = suites.load_suite(tasks) if tasks in suites.NAMES else Path(tasks)
+    asked = Evaluation(
+        checkpoint=checkpoint,
+        text=text,
+        baseline=baseline,
+        sequence_length=sequence_length,
+        max_windows=max_windows,
+        tasks=source,
+        names=tuple(task or ()),
+        tool_calls=tool_calls,
+        engine=elsewhere or engines.TRANSFORMERS,
+        limit=limit,
+        batch_size=batch_size,
+        max_length=max_length,
+        max_new_tokens=max_new_tokens,
+        device=device,
+        dtype=compute,
+        engine_dtype=dtype if elsewhere else compute,
+    )
+    answers = kept.kept_path(output) if output is not None and tasks is not None else None
+    if fresh and answers is not None:
+        answers.unlink(missing_ok=True)
+    report = None
+    if store is not None:
+        baselines, identity = BaselineStore(store), asked.identity()
+        report = baselines.find(identity)
+        if report is not None:
+            console.note(f"{store}: just this was evaluated before")
+        elif nearest := baselines.near(identity):
+            console.note(f"{store}: not used, since another evaluation, {nearest}")
+    if report is None:
+        keeping = nullcontext() if answers is None else resumable(answers, ["--fresh"], [])
+        with keeping, console.working() as progress:
+            report = asked.run(answers, progress)
+        if store is not None:
+            baselines.add(identity, report)
     if output is not None:
         report.write(output)
+    if answers is not None:
+        answers.unlink(missing_ok=True)
     for table in scores.evaluation_tables(report):
         console.table(table)
     console.result(report.to_json(), quiet=str(output or ""))
 
 
+def _engine(
+    backend: BackendName | None,
+    arguments: list[str] | None,
+    endpoint: str | None,
+    api: Api | None,
+    model: str | None,
+) -> Backend | Endpoint | None:
+    """What answers instead of transformers in this process; None if nothing does."""
+    from halfbyte.evals.endpoint import Endpoint, server_root
+    from halfbyte.evals.engines import Backend, parse_arguments
+
+    if endpoint is not None and (backend is not None or arguments):
+        raise UsageError(
+            "--endpoint asks a server, --backend computes in this process", hint="use one of them"
+        )
+    if endpoint is None and (api is not None or model is not None):
+        raise UsageError(
+            "--api and --model are about a server", hint="add --endpoint http://HOST:PORT"
+        )
+    if endpoint is not None:
+        server_root(endpoint)
+        return Endpoint(endpoint, api, model)
+    if backend in (None, "hf"):
+        if arguments:
+            raise UsageError(
+                "--backend-arg is for vLLM and SGLang", hint="add --backend vllm or sglang"
+            )
+        return None
+    return Backend(backend, parse_arguments(arguments or []))
+
+
 def gate(
-    baseline: Annotated[Path, typer.Argument(metavar="BASELINE", help="Evaluation of the source.")],
+    baseline: Annotated[
+        Path,
+        typer.Argument(
+            metavar="BASELINE", help="Evaluation of the source, or a --store that has it."
+        ),
+    ],
     candidate: Annotated[
         Path, typer.Argument(metavar="CANDIDATE", help="Evaluation of the quantized checkpoint.")
     ],
@@ -131,6 +286,12 @@ def gate(
     margin: Annotated[
         float | None,
         typer.Option("--margin", help="Points to allow instead of the policy's own."),
+    ] = None,
+    again: Annotated[
+        Path | None,
+        typer.Option(
+            "--again", help="A second evaluation of the source: shows what chance alone does."
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Save the verdict here, as JSON.")
@@ -160,12 +321,14 @@ def gate(
     from halfbyte.evals.gate import gate as judge
     from halfbyte.evals.policy import load_policy
     from halfbyte.evals.report import EvalReport
+    from halfbyte.evals.store import read_baseline
     from halfbyte.formats.files import write_atomic
 
     console = open_console(json, quiet)
     rule = load_policy(policy, margin)
-    reports = EvalReport.read(baseline), EvalReport.read(candidate)
-    verdict = judge(*reports, rule)
+    judged = EvalReport.read(candidate)
+    reports = read_baseline(baseline, judged), judged
+    verdict = judge(*reports, rule, None if again is None else EvalReport.read(again))
     if output is not None:
         write_atomic(output, dumps(verdict.to_json(), indent=2).encode() + b"\n")
     if junit is not None:

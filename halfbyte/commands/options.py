@@ -17,7 +17,12 @@ def _check_device(value: str) -> str:
 
 
 Source = Annotated[
-    str, typer.Argument(metavar="SOURCE", help="Checkpoint folder, or a name of `quantize models`.")
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        help="Checkpoint folder, ORG/NAME or ORG/NAME@REVISION of the Hugging Face Hub, or a name"
+        " of `quantize models`.",
+    ),
 ]
 RecipeName = Annotated[
     str | None,

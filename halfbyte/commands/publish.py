@@ -1,4 +1,4 @@
-"""Commands that show a finished output to others: `card` and `report`."""
+"""Commands that show a finished output to others: `card`, `report` and `push`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from halfbyte.commands.options import Json, Quiet, open_console
+from halfbyte.commands.options import Json, Quiet, Verbose, open_console
 from halfbyte.errors import OutputError, UsageError
 
 EvalOption = Annotated[
@@ -72,3 +72,57 @@ def report(
         ) from error
     console.line(f"{path} written")
     console.result({"page": str(path)}, quiet=str(path))
+
+
+def push(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A quantized checkpoint.")],
+    repository: Annotated[
+        str, typer.Argument(metavar="ORG/NAME", help="Where to publish it; made if need be.")
+    ],
+    revision: Annotated[
+        str | None,
+        typer.Option("--revision", metavar="BRANCH", help="Branch to commit to. [default: main]"),
+    ] = None,
+    pr: Annotated[bool, typer.Option("--pr", help="Open a pull request instead.")] = False,
+    public: Annotated[
+        bool, typer.Option("--public", help="Let everybody see a repository that is made.")
+    ] = False,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", help="Publish what does not verify, or what its gate.json did not pass."
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the files and publish nothing.")
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Publish a checkpoint on the Hugging Face Hub, private unless told otherwise.
+
+    It is verified first, and compared with what the Hub lists afterwards. A push that was
+    interrupted goes on when it is repeated. Token and address are those of the `hf` command.
+    """
+    from halfbyte.commands import tables
+    from halfbyte.publish import push as publish
+
+    console = open_console(json, quiet, verbose)
+    with console.working() as progress:
+        publication = publish(
+            folder,
+            repository,
+            revision=revision,
+            pull_request=pr,
+            public=public,
+            force=force,
+            dry_run=dry_run,
+            progress=progress,
+        )
+    for note in publication.notes:
+        console.warning(note)
+    if dry_run:
+        console.table(tables.publication_table(publication))
+    console.line(tables.publication_line(publication))
+    console.result(tables.publication_record(publication), quiet=publication.url or "")

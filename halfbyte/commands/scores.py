@@ -68,7 +68,9 @@ def _error(metric: MetricScores) -> str:
 
 
 def gate_table(verdict: GateVerdict) -> Table:
-    """Both scores of every metric, and on how many items each side did better."""
+    """Both scores of every metric, and on how many items each side did better; beside it, when the
+    baseline was evaluated twice, how often its own answers differ."""
+    noise = {(row.task, row.metric): f"{row.lost} : {row.won}" for row in verdict.noise}
     return Table(
         columns=(
             Column("task"),
@@ -79,6 +81,7 @@ def gate_table(verdict: GateVerdict) -> Table:
             Column("points", number=True),
             Column(f"{100 * (2 * verdict.policy.confidence - 1):g} % interval", number=True),
             Column("lost : won", number=True),
+            *([Column("noise", number=True)] if noise else ()),
             Column("verdict"),
         ),
         rows=tuple(
@@ -91,6 +94,7 @@ def gate_table(verdict: GateVerdict) -> Table:
                 f"{float(row.delta_points):+.2f}",
                 f"{row.change.low:+.2f} to {row.change.high:+.2f}",
                 f"{row.lost} : {row.won}",
+                *([noise[row.task, row.metric]] if noise else ()),
                 row.verdict or "",
             )
             for row in verdict.rows
@@ -112,7 +116,8 @@ def gate_lines(verdict: GateVerdict) -> list[str]:
     lines = [f"gate: {verdict.verdict} ({asked})"]
     if verdict.mean is not None:
         lines.append(f"mean change in points: {points(verdict.mean.change)}")
-    return [*lines, *(f"- {reason}" for reason in verdict.reasons)]
+    lines += [f"- {reason}" for reason in verdict.reasons]
+    return [*lines, *(f"note: {remark}" for remark in verdict.remarks)]
 
 
 def demo_table(report: DemoReport) -> Table:

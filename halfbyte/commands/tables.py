@@ -20,6 +20,7 @@ from halfbyte.units import format_bytes, format_gib, format_seconds
 
 if TYPE_CHECKING:
     from halfbyte.models import KnownModel
+    from halfbyte.publish import Publication
     from halfbyte.quantize.duration import Duration
     from halfbyte.quantize.verify import VerifyResult
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 def plan_record(plan: Plan, duration: Duration) -> dict[str, Any]:
     """A plan as JSON: its rules, sizes, memory, time and what config.json will say."""
     return {
-        "source": str(plan.checkpoint.path),
+        "source": plan.checkpoint.origin,
         "model_type": plan.checkpoint.model_type,
         "recipe": plan.recipe.name,
         "settings": asdict(plan.settings),
@@ -104,7 +105,7 @@ def plan_summary(plan: Plan, duration: Duration) -> list[str]:
     if on_disk := [what for what, place in places.items() if place == "disk"]:
         peak += f"; {' and '.join(on_disk)} on the disk"
     return [
-        f"source       {plan.checkpoint.path} ({plan.checkpoint.model_type})",
+        f"source       {plan.checkpoint.origin} ({plan.checkpoint.model_type})",
         f"recipe       {plan.recipe.name}: {plan.recipe.description}",
         f"method       {settings.method} on {settings.device} in {settings.dtype}{calibration}",
         peak,
@@ -195,7 +196,7 @@ def checkpoint_record(checkpoint: Checkpoint) -> dict[str, Any]:
             sizes["tensors"] += 1
             sizes["bytes"] += tensor.nbytes
     return {
-        "path": str(checkpoint.path),
+        "path": checkpoint.origin,
         "model_type": checkpoint.model_type,
         "bytes": checkpoint.nbytes,
         "tensors": len(checkpoint.tensors),
@@ -298,6 +299,32 @@ def verify_lines(result: VerifyResult) -> list[str]:
 
 def _plural(count: int, one: str, many: str | None = None) -> str:
     return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
+# A publication.
+
+
+def publication_record(publication: Publication) -> dict[str, Any]:
+    """A publication as JSON; `commit` and `url` are null when it was a dry run."""
+    return {**asdict(publication), "bytes": publication.nbytes}
+
+
+def publication_table(publication: Publication) -> Table:
+    """A row per file."""
+    return Table(
+        columns=(Column("file"), Column("bytes", number=True)),
+        rows=tuple((name, f"{size:,}") for name, size in publication.files.items()),
+    )
+
+
+def publication_line(publication: Publication) -> str:
+    """What went where, or would go."""
+    files = f"{_plural(len(publication.files), 'file')}, {format_bytes(publication.nbytes)}"
+    where = publication.repository + (f"@{publication.revision}" if publication.revision else "")
+    seen = "private" if publication.private else "public"
+    if publication.commit is None:
+        return f"would publish {files} as {where} ({seen})"
+    return f"published {files} as {where} ({seen}): {publication.url}"
 
 
 # Models and environment.

@@ -1,7 +1,8 @@
 """Did accuracy hold? Compares two evaluation reports item by item.
 
-First whether they can be compared at all (same tasks, same questions, same settings); only then
-by how much the scores differ, by the rule of a policy.
+First whether they can be compared and measure anything at all (`evals.integrity`); only then by
+how much the scores differ, by the rule of a policy. Text metrics can fail a checkpoint early: near
+the baseline they say little about tasks, so they never pass one.
 
 *Paired*: a model that differs a little changes a few answers in both directions, so a drop of some
 points may be chance, and no drop may hide one. It fails what is worse beyond chance and margin,
@@ -14,14 +15,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal
 
 from halfbyte.errors import UsageError
+from halfbyte.evals.integrity import defects, remarkable, tasks_by_name
 from halfbyte.evals.policy import Policy
 from halfbyte.evals.record import encode
-from halfbyte.evals.report import EvalReport, MetricScores, TaskScores, TaskSettings
+from halfbyte.evals.report import EvalReport, MetricScores
 from halfbyte.evals.statistics import (
     Interval,
     holm,
@@ -105,6 +107,12 @@ class GateVerdict:
     policy: Policy
     rows: tuple[GateRow, ...]
     mean: MeanChange | None = None
+    remarks: tuple[str, ...] = ()
+    """What to know beside it, whatever the verdict is."""
+    text: tuple[str, ...] = ()
+    """Those of the reasons that held-out text gives."""
+    noise: tuple[GateRow, ...] = ()
+    """A second evaluation of the baseline against the first; empty without one."""
 
     @property
     def exit_code(self) -> int:
@@ -115,6 +123,7 @@ class GateVerdict:
             "schema_version": GATE_SCHEMA,
             "verdict": self.verdict,
             "reasons": list(self.reasons),
+            "remarks": list(self.remarks),
             "policy": encode(self.policy),
             "mean_change_points": None if self.mean is None else encode(self.mean.change),
             "rows": [
@@ -135,21 +144,97 @@ class GateVerdict:
                 }
                 for row in self.rows
             ],
+            "noise": [
+                {
+                    "task": row.task,
+                    "metric": row.metric,
+                    "delta_points": _number(row.delta_points),
+                    "lost": row.lost,
+                    "won": row.won,
+                }
+                for row in self.noise
+            ],
         }
 
 
-def gate(baseline: EvalReport, candidate: EvalReport, policy: Policy) -> GateVerdict:
+def gate(
+    baseline: EvalReport, candidate: EvalReport, policy: Policy, again: EvalReport | None = None
+) -> GateVerdict:
     """Judge `candidate` against `baseline` by the rule of `policy`.
 
     Each task is judged by the metric that the policy names, or else by its primary one: the first
-    metric under its first answer filter, in the order its YAML lists them.
+    metric under its first answer filter, in the order its YAML lists them. `again` is a second
+    evaluation of the baseline's checkpoint: how it differs from the first is the noise floor, and
+    must be no more than chance.
 
     Raises UsageError when the policy names a metric that the task does not have.
     """
-    if reasons := tuple(_incomparable(baseline, candidate)):
+    if reasons := tuple(defects(baseline, candidate, policy)):
         return GateVerdict("invalid", reasons, policy, ())
+    if again is not None and (reasons := tuple(_unsteady(baseline, again, policy))):
+        return GateVerdict("invalid", reasons, policy, ())
+    verdict = _judge(baseline, candidate, policy)
+    noise = tuple(_rows(baseline, again, policy)) if again is not None else ()
+    remarks = tuple(remarkable(baseline, candidate))
+    return replace(verdict, remarks=remarks, noise=noise)
+
+
+def _judge(baseline: EvalReport, candidate: EvalReport, policy: Policy) -> GateVerdict:
+    text = tuple(_text_fails(baseline, candidate, policy))
+    if baseline.tasks is None:
+        verdict: Verdict = "fail" if text else "inconclusive"
+        return GateVerdict(verdict, text or (_TEXT_ALONE,), policy, (), text=text)
     rows = tuple(_rows(baseline, candidate, policy))
-    return _plain(rows, policy) if policy.rule == "plain" else _paired(rows, policy)
+    judged = _plain(rows, policy) if policy.rule == "plain" else _paired(rows, policy)
+    if text:
+        others = judged.reasons if judged.verdict == "fail" else ()
+        judged = replace(judged, verdict="fail", reasons=(*text, *others), text=text)
+    return judged
+
+
+def _unsteady(baseline: EvalReport, again: EvalReport, policy: Policy) -> Iterator[str]:
+    """Why two evaluations of the baseline cannot be of one and the same model."""
+    if baseline.fingerprint != again.fingerprint:
+        yield "the repetition is of another checkpoint than the baseline"
+        return
+    if reasons := tuple(defects(baseline, again, policy)):
+        yield from (f"the repetition of the baseline: {reason}" for reason in reasons)
+        return
+    rows = [row for row in _rows(baseline, again, policy) if row.decides]
+    # In both directions: neither of the two runs is the right one.
+    both = [2 * min(row.p_value, _p_value_of_gain(row)) for row in rows]
+    for row, adjusted in zip(rows, holm([min(1.0, p) for p in both]), strict=True):
+        if adjusted < policy.significance:
+            yield (
+                f"the baseline does not repeat itself: {row.task} {row.metric} has {row.lost} "
+                f"lost and {row.won} won when asked again, p = {adjusted:.2g}"
+            )
+
+
+def _p_value_of_gain(row: GateRow) -> float:
+    return mcnemar(row.won, row.lost) if row.right_or_wrong else 1 - row.p_value
+
+
+_TEXT_ALONE = (
+    "a text alone can fail a checkpoint, never pass it; evaluate both on tasks: quantize eval "
+    "--tasks FOLDER"
+)
+
+
+def _text_fails(baseline: EvalReport, candidate: EvalReport, policy: Policy) -> Iterator[str]:
+    """Why the prediction of held-out text is too far from the baseline's."""
+    ours, theirs = baseline.text, candidate.text
+    if theirs is None:
+        return
+    most = policy.max_mean_kl
+    if theirs.divergence is not None and most is not None and theirs.divergence.mean_kl > most:
+        yield f"mean KL is {theirs.divergence.mean_kl:.4f} nats, {most:g} are allowed"
+    most = policy.max_perplexity_ratio
+    if ours is not None and most is not None and theirs.perplexity > most * ours.perplexity:
+        yield (
+            f"perplexity is {theirs.perplexity:.3f}, {theirs.perplexity / ours.perplexity:.3f} "
+            f"times the baseline's {ours.perplexity:.3f}; {most:g} times are allowed"
+        )
 
 
 def _plain(rows: Sequence[GateRow], policy: Policy) -> GateVerdict:
@@ -280,60 +365,9 @@ def _two_sided(policy: Policy) -> float:
     return 2 * policy.confidence - 1
 
 
-def _incomparable(baseline: EvalReport, candidate: EvalReport) -> Iterator[str]:
-    """Every reason why the two reports do not answer the same questions."""
-    if baseline.tasks is None or candidate.tasks is None:
-        sides = {"baseline": baseline, "candidate": candidate}
-        yield "no task scores in the " + " and the ".join(
-            side for side, report in sides.items() if report.tasks is None
-        )
-        return
-    yield from _settings_differ(baseline.tasks.settings, candidate.tasks.settings)
-    ours, theirs = _tasks(baseline), _tasks(candidate)
-    for name in sorted(ours.keys() ^ theirs.keys()):
-        yield f"task {name} is only in the {'baseline' if name in ours else 'candidate'}"
-    for name in sorted(ours.keys() & theirs.keys()):
-        yield from _task_differs(ours[name], theirs[name])
-
-
-def _tasks(report: EvalReport) -> dict[str, TaskScores]:
-    return {task.name: task for task in report.tasks.tasks} if report.tasks else {}
-
-
-def _settings_differ(baseline: TaskSettings, candidate: TaskSettings) -> Iterator[str]:
-    for field in fields(baseline):
-        ours, theirs = getattr(baseline, field.name), getattr(candidate, field.name)
-        if ours != theirs:
-            yield f"{field.name} differs: {ours} in the baseline, {theirs} in the candidate"
-
-
-def _task_differs(ours: TaskScores, theirs: TaskScores) -> Iterator[str]:
-    task = f"task {ours.name}"
-    if ours.version != theirs.version:
-        yield f"{task}: version {ours.version} in the baseline, {theirs.version} in the candidate"
-    metrics = [[(m.name, m.higher_is_better) for m in side.metrics] for side in (ours, theirs)]
-    if metrics[0] != metrics[1]:
-        names = [", ".join(name for name, _ in side) for side in metrics]
-        yield f"{task}: metrics {names[0]} in the baseline, {names[1]} in the candidate"
-    counts = len(ours.items), len(theirs.items)
-    if counts[0] != counts[1]:
-        yield f"{task}: {counts[0]} items in the baseline, {counts[1]} in the candidate"
-        return
-    different = [pair for pair in zip(ours.items, theirs.items, strict=True) if pair[0] != pair[1]]
-    if different:
-        first, other = different[0]
-        parts = [name for name in first._fields if getattr(first, name) != getattr(other, name)]
-        yield (
-            f"{task}: {len(different)} of {counts[0]} items are not the same question, "
-            f"the first is item {first.number} of {first.task} (differs in {', '.join(parts)})"
-        )
-    elif ours.items_sha256 != theirs.items_sha256:
-        yield f"{task}: the hash over all items differs"
-
-
 def _rows(baseline: EvalReport, candidate: EvalReport, policy: Policy) -> Iterator[GateRow]:
-    theirs = _tasks(candidate)
-    for name, task in _tasks(baseline).items():
+    theirs = tasks_by_name(candidate)
+    for name, task in tasks_by_name(baseline).items():
         names = [metric.name for metric in task.metrics]
         primary = policy.primary.get(name, names[0])
         if primary not in names:

@@ -1,7 +1,9 @@
-"""Task scores by lm-eval, for a checkpoint of any encoding, offline and with every item kept.
+"""Task scores by lm-eval, for a checkpoint of any encoding and whatever answers for it, with every
+item kept.
 
-A task folder holds lm-eval YAML files and their data. It is code: a YAML may name Python functions
-of the folder (`!function`), which lm-eval imports and runs. Only use folders you trust.
+A task folder holds lm-eval YAML files and their data; what is in it needs no network. It is code: a
+YAML may name Python functions of the folder (`!function`), which lm-eval imports and runs. Only use
+folders you trust. A named set (`evals.suites`) takes lm-eval's own tasks instead.
 """
 
 from __future__ import annotations
@@ -20,59 +22,113 @@ from typing import Any, NamedTuple
 
 from halfbyte.calibration.data import load_tokenizer
 from halfbyte.errors import EvaluationError
-from halfbyte.evals.model import load_model
-from halfbyte.evals.report import Item, MetricScores, TaskResults, TaskScores, TaskSettings
+from halfbyte.evals.answers import AnswerReader
+from halfbyte.evals.asking import language_model
+from halfbyte.evals.endpoint import Endpoint
+from halfbyte.evals.engines import TRANSFORMERS, Backend, open_engine
+from halfbyte.evals.kept import keep_answers
+from halfbyte.evals.record import encode
+from halfbyte.evals.report import (
+    Answer,
+    Item,
+    MetricScores,
+    TaskResults,
+    TaskScores,
+    TaskSettings,
+    checkpoint_fingerprint,
+)
+from halfbyte.evals.suites import NAMES, Suite
+from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.progress import Progress, SilentProgress
 
-PACKAGES = ("lm_eval", "transformers", "torch")
-"""What decides scores besides the checkpoint; their versions are part of a result."""
+PACKAGES = ("lm_eval", "transformers")
+"""What decides scores besides the checkpoint and the engine; their versions are part of a
+result."""
+
+MAX_NEW_TOKENS = 256
+"""lm-eval's own limit of an answer, for tasks that set none."""
 
 
 def run_tasks(
     checkpoint_path: Path,
-    tasks_dir: Path,
+    source: Path | Suite,
     tasks: Sequence[str] | None = None,
     *,
+    engine: Backend | Endpoint = TRANSFORMERS,
     limit: int | None = None,
-    batch_size: int = 16,
+    batch_size: int | None = None,
     max_length: int | None = None,
+    max_new_tokens: int | None = None,
     device: str = "cpu",
     dtype: str = "float32",
+    answers: Path | None = None,
     progress: Progress | None = None,
 ) -> TaskResults:
-    """Score a checkpoint on the tasks of a folder.
+    """Score a checkpoint on the tasks of a folder or of a named set.
 
     `tasks` names tasks or groups; None runs all, members of a group as part of the group. A group
     is one result, its members' items pooled. `limit` takes the first items of each task (of each
-    member of a group). `max_length` bounds prompt and answer together, in tokens; None is the
-    model's own limit. Data files in the YAML are relative to `tasks_dir`; the working directory
-    is there while tasks run. Answers are never cached, and nothing is fetched from the network.
+    member of a group). `batch_size` is how many questions are asked at once; None leaves it to the
+    engine. `max_length` bounds prompt and answer together, in tokens; None is the model's own
+    limit. `max_new_tokens` bounds the answers to tasks that set no limit; None is the set's, or
+    `MAX_NEW_TOKENS`. `device` is of transformers, `dtype` of engines in this process. Data files in
+    the YAML of a folder are relative to it; the working directory is there while tasks run, and
+    nothing is fetched from the network. `answers` is a file that answers are kept in as they come,
+    and taken from when the same evaluation is begun again (`evals.kept`); it is left to the caller.
 
     Raises EvaluationError for a folder without tasks, an unknown task, a task that lm-eval cannot
-    load, an item longer than `max_length` and a metric that is not a mean over items.
+    load, an item longer than `max_length` and a metric that is not a mean over items, and what
+    `engines.open_engine` raises.
     """
     if limit is not None and limit < 1:
         raise EvaluationError(f"a limit of {limit} items leaves nothing to score")
-    checkpoint_path, tasks_dir = checkpoint_path.resolve(), tasks_dir.resolve()
-    with _private_lm_eval(tasks_dir):
-        loaded, plan = _load_tasks(tasks_dir, tasks)
-        model = load_model(checkpoint_path, dtype=dtype, device=device)
-        lm = _language_model(
-            model,
-            load_tokenizer(checkpoint_path),
-            batch_size=batch_size,
-            max_length=max_length or model.config.max_position_embeddings,
-            progress=progress or SilentProgress(),
+    progress = progress or SilentProgress()
+    checkpoint_path = checkpoint_path.resolve()
+    answers = answers.resolve() if answers is not None else None
+    if isinstance(source, Path):
+        source = source.resolve()
+    default_new = source.max_new_tokens if isinstance(source, Suite) else MAX_NEW_TOKENS
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_private_lm_eval(source))
+        loaded, plan = _load_tasks(source, tasks)
+        opened = stack.enter_context(
+            open_engine(
+                engine,
+                checkpoint_path,
+                batch_size=batch_size,
+                max_length=max_length,
+                max_new_tokens=max_new_tokens or default_new,
+                device=device,
+                dtype=dtype,
+                scoring=tuple(
+                    name
+                    for name, task in loaded["tasks"].items()
+                    if task.OUTPUT_TYPE != "generate_until"
+                ),
+                progress=progress,
+            )
         )
-        results = _evaluate(lm, loaded, limit)
         settings = TaskSettings(
             limit=limit,
-            batch_size=batch_size,
-            max_length=lm.max_length,
-            dtype=dtype,
-            versions={name: importlib.metadata.version(name) for name in PACKAGES},
+            batch_size=opened.batch_size,
+            max_length=opened.max_length,
+            dtype=opened.dtype,
+            versions={name: importlib.metadata.version(name) for name in PACKAGES}
+            | opened.versions,
+            backend=opened.name,
+            flags=opened.flags,
         )
-        return TaskResults(settings, tuple(_scores(task, results) for task in plan))
+        identity = {
+            "checkpoint": checkpoint_fingerprint(open_checkpoint(checkpoint_path)),
+            "settings": encode(settings),
+            "max_new_tokens": opened.max_new_tokens,
+            "tasks": {name: str(task.VERSION) for name, task in loaded["tasks"].items()},
+            "server": opened.identity,
+        }
+        kept = stack.enter_context(keep_answers(answers, identity, progress))
+        results = _evaluate(language_model(opened, kept, progress), loaded, limit)
+        reader = AnswerReader(load_tokenizer(checkpoint_path), opened.max_new_tokens)
+        return TaskResults(settings, tuple(_scores(task, results, reader) for task in plan))
 
 
 class _PlannedTask(NamedTuple):
@@ -86,15 +142,18 @@ class _PlannedTask(NamedTuple):
 
 
 @contextlib.contextmanager
-def _private_lm_eval(tasks_dir: Path) -> Iterator[None]:
-    """lm-eval without network, without a data cache that outlives it, and without its chatter."""
+def _private_lm_eval(source: Path | Suite) -> Iterator[None]:
+    """lm-eval without its chatter; for a folder also without network, and without a data cache
+    that outlives it."""
     import datasets
     import huggingface_hub.constants
     import transformers  # noqa: F401  its first import sets the level of its logger
     from tqdm import tqdm
 
-    if not tasks_dir.is_dir():
-        raise EvaluationError(f"{tasks_dir}: no such folder", hint="--tasks takes a folder")
+    if isinstance(source, Path) and not source.is_dir():
+        raise EvaluationError(
+            f"{source}: no such folder", hint=f"--tasks takes a folder, or {', '.join(NAMES)}"
+        )
     loud = tqdm.__init__
 
     def silent(bar: Any, *args: Any, **kwargs: Any) -> None:
@@ -103,10 +162,11 @@ def _private_lm_eval(tasks_dir: Path) -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "transformers")]
     levels = [logger.level for logger in loggers]
     with contextlib.ExitStack() as stack:
-        cache = stack.enter_context(tempfile.TemporaryDirectory(prefix="halfbyte-eval-"))
-        stack.enter_context(contextlib.chdir(tasks_dir))
-        stack.enter_context(_replaced(datasets.config, "HF_DATASETS_CACHE", cache))
-        stack.enter_context(_replaced(huggingface_hub.constants, "HF_HUB_OFFLINE", True))
+        if isinstance(source, Path):
+            cache = stack.enter_context(tempfile.TemporaryDirectory(prefix="halfbyte-eval-"))
+            stack.enter_context(contextlib.chdir(source))
+            stack.enter_context(_replaced(datasets.config, "HF_DATASETS_CACHE", cache))
+            stack.enter_context(_replaced(huggingface_hub.constants, "HF_HUB_OFFLINE", True))
         stack.enter_context(_replaced(tqdm, "__init__", silent))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -127,29 +187,37 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _load_tasks(
-    tasks_dir: Path, names: Sequence[str] | None
+    source: Path | Suite, names: Sequence[str] | None
 ) -> tuple[Mapping[str, Any], list[_PlannedTask]]:
     """The tasks as lm-eval wants them and as they are reported, their data read."""
     from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=str(tasks_dir), include_defaults=False)
-    if not manager.all_tasks:
-        raise EvaluationError(f"{tasks_dir}: no lm-eval task in the folder")
-    if unknown := sorted(set(names or ()) - set(manager.all_tasks)):
-        raise EvaluationError(
-            f"{tasks_dir}: no task {unknown[0]}; it has {', '.join(manager.all_tasks)}"
-        )
+    where = f"set {source.name}" if isinstance(source, Suite) else str(source)
+    folders = source.folders() if isinstance(source, Suite) else [str(source)]
+    manager = TaskManager(include_path=folders, include_defaults=False)
+    if isinstance(source, Suite):
+        known = everything = list(source.tasks)
+    else:
+        known, everything = manager.all_tasks, manager.all_groups + manager.all_subtasks
+    if not known:
+        raise EvaluationError(f"{where}: no lm-eval task in the folder")
+    if unknown := sorted(set(names or ()) - set(known)):
+        raise EvaluationError(f"{where}: no task {unknown[0]}; it has {', '.join(known)}")
     plan: dict[str, _PlannedTask] = {}
-    for name in names or manager.all_groups + manager.all_subtasks:
+    for name in names or everything:
         try:
             found = manager.load([name])
         except Exception as error:
-            raise EvaluationError(f"{tasks_dir}: task {name} cannot be loaded: {error}") from error
+            if isinstance(source, Suite):  # the definition is lm-eval's own, so it is the data
+                raise source.unavailable(name, error) from error
+            raise EvaluationError(f"{where}: task {name} cannot be loaded: {error}") from error
         if name in found["groups"]:
             plan[name] = _PlannedTask(name, found["groups"][name], tuple(found["tasks"]))
         else:  # one task, or the tasks of a tag
             for member, task in found["tasks"].items():
                 plan[member] = _PlannedTask(member, task, (member,))
+        if isinstance(source, Suite):
+            source.pin(name, plan[name].loaded, found["tasks"].values())
     if names is None:
         groups = [task for name, task in plan.items() if task.members != (name,)]
         grouped = {member for group in groups for member in group.members}
@@ -157,7 +225,7 @@ def _load_tasks(
     try:
         loaded = manager.load([task.loaded for task in plan.values()])
     except ValueError as error:  # a task asked for by itself and in a group
-        raise EvaluationError(f"{tasks_dir}: {error}") from error
+        raise EvaluationError(f"{where}: {error}") from error
     _check_means(loaded["tasks"])
     return loaded, list(plan.values())
 
@@ -175,51 +243,6 @@ def _check_means(tasks: Mapping[str, Any]) -> None:
                 )
 
 
-def _language_model(
-    model: Any, tokenizer: Any, *, batch_size: int, max_length: int, progress: Progress
-) -> Any:
-    """lm-eval's transformers backend around a model instance; it reports progress and refuses to
-    cut a prompt, which lm-eval would do with no more than a warning."""
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.models.utils import normalize_gen_kwargs
-
-    class Counter:
-        """lm-eval tells its cache hook about every answer; here it only counts."""
-
-        def add_partial(self, attr: str, req: Any, res: Any) -> None:
-            progress.advance(1)
-
-    class LanguageModel(HFLM):  # type: ignore[misc]
-        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
-            for request in requests:
-                prompt, arguments = request.args
-                new = normalize_gen_kwargs(dict(arguments), self.max_gen_toks)["max_gen_toks"]
-                self._check(request.task_name, len(self.tok_encode(prompt)) + new)
-            progress.start("answers", len(requests), "items")
-            return super().generate_until(requests, disable_tqdm=True)
-
-        def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
-            for request in requests:
-                # The last token is predicted but never read.
-                self._check(request.task_name, len(self.tok_encode("".join(request.args))) - 1)
-            progress.start("choices", len(requests), "choices")
-            return super().loglikelihood(requests, disable_tqdm=True)
-
-        def _check(self, task: str, tokens: int) -> None:
-            if tokens > self.max_length:
-                raise EvaluationError(
-                    f"an item of task {task} needs {tokens} tokens with its answer, "
-                    f"the maximum length is {self.max_length}",
-                    hint="raise --max-length, or leave the task out",
-                )
-
-    lm = LanguageModel(
-        pretrained=model, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length
-    )
-    lm.set_cache_hook(Counter())
-    return lm
-
-
 def _evaluate(lm: Any, loaded: Mapping[str, Any], limit: int | None) -> Mapping[str, Any]:
     """Run lm-eval as its `simple_evaluate` does by default, without the calls to git and to the
     hardware that it makes for its own log. Standard errors are ours, so its bootstrap is off."""
@@ -234,33 +257,47 @@ def _evaluate(lm: Any, loaded: Mapping[str, Any], limit: int | None) -> Mapping[
     return results
 
 
-def _scores(task: _PlannedTask, results: Mapping[str, Any]) -> TaskScores:
+def _scores(task: _PlannedTask, results: Mapping[str, Any], reader: AnswerReader) -> TaskScores:
     """Pool the item values of a task's members, metric by metric and filter by filter."""
-    digest = hashlib.sha256()
+    digest, tokens = hashlib.sha256(), hashlib.sha256()
     items: list[Item] = []
+    answers: list[Answer] = []
+    generation: set[str] = set()
     values: dict[tuple[str, str], list[float]] = {}
     better: dict[tuple[str, str], bool] = {}
     for member in task.members:
-        samples = results["samples"][member]
-        filters = list(dict.fromkeys(sample["filter"] for sample in samples))
+        by_filter: dict[str, list[Any]] = {}
+        for sample in results["samples"][member]:
+            by_filter.setdefault(sample["filter"], []).append(sample)
         # lm-eval keeps metrics in the order of the YAML here.
         for metric, higher_is_better in results["higher_is_better"][member].items():
-            for name in filters:
-                found = [s.get(metric) for s in samples if s["filter"] == name]
+            for name, samples in by_filter.items():
                 pooled = values.setdefault((metric, name), [])
-                pooled += [_number(member, metric, value) for value in found]
+                pooled += [_number(member, metric, s.get(metric)) for s in samples]
                 better[metric, name] = higher_is_better
         digest.update(f"{member} {results['versions'][member]}\n".encode())
-        for sample in (s for s in samples if s["filter"] == filters[0]):
+        for filtered in zip(*by_filter.values(), strict=True):
+            sample = filtered[0]
             hashes = [sample[f"{part}_hash"] for part in ("doc", "prompt", "target")]
             digest.update("\n".join([str(sample["doc_id"]), *hashes, ""]).encode())
             items.append(Item(member, sample["doc_id"], *(text[:16] for text in hashes)))
+            answers.append(reader.answer(filtered))
+            tokens.update(reader.question(sample))
+            generation |= reader.generation(sample)
     metrics = tuple(
         MetricScores(metric, name, better[metric, name], tuple(found))
         for (metric, name), found in values.items()
     )
-    version = str(results["versions"].get(task.name))
-    return TaskScores(task.name, version, tuple(items), metrics, digest.hexdigest())
+    return TaskScores(
+        name=task.name,
+        version=str(results["versions"].get(task.name)),
+        items=tuple(items),
+        metrics=metrics,
+        items_sha256=digest.hexdigest(),
+        answers=tuple(answers),
+        generation=tuple(sorted(generation)),
+        tokens_sha256=tokens.hexdigest(),
+    )
 
 
 def _number(task: str, metric: str, value: Any) -> float:

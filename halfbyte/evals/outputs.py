@@ -43,6 +43,8 @@ def junit(verdict: GateVerdict) -> bytes:
             case(row.task, row.metric, row.verdict, row.reason)
     if verdict.mean is not None:
         case("all tasks", "mean change", verdict.mean.verdict, verdict.mean.reason)
+    if verdict.text:
+        case("held-out text", "prediction", "fail", "; ".join(verdict.text))
     if verdict.verdict == "invalid":
         case("all tasks", "comparable", "invalid", "; ".join(verdict.reasons))
     suite.attrib.update({name: str(count) for name, count in counts.items()})
@@ -61,6 +63,8 @@ def markdown(verdict: GateVerdict) -> str:
         lines += ["", f"Mean change {points(verdict.mean.change)}."]
     if verdict.reasons:
         lines += ["", *(f"- {_cell(reason)}" for reason in verdict.reasons[:ROWS_SHOWN])]
+    if verdict.remarks:
+        lines += ["", *(f"Note: {_cell(remark)}." for remark in verdict.remarks[:ROWS_SHOWN])]
     if verdict.rows:
         lines += ["", _MARKDOWN_HEAD, "|---|---|---:|---:|---:|---:|---:|---|"]
         lines += [_markdown_row(row) for row in verdict.rows[:ROWS_SHOWN]]

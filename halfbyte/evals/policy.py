@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from fractions import Fraction
 from importlib import resources
 from pathlib import Path
@@ -40,6 +40,14 @@ class Policy:
     """Of points, to which the plain rule rounds a drop; None compares exactly."""
     primary: Mapping[str, str] = field(default_factory=dict)
     """Task -> the metric that decides; a task's first where it is not named."""
+    max_unread: float = 2.0
+    """Percent of a baseline's answers in which no filter finds one; more is a broken evaluation."""
+    max_capped: float = 0.5
+    """Percent of a baseline's answers that may reach the limit of tokens."""
+    max_mean_kl: float | None = None
+    """Nats per token of held-out text, above which a checkpoint fails; None asks nothing."""
+    max_perplexity_ratio: float | None = None
+    """Of its perplexity to the baseline's."""
 
     def __post_init__(self) -> None:
         if self.schema_version != POLICY_SCHEMA:
@@ -48,7 +56,7 @@ class Policy:
             )
         if self.rule not in ("paired", "plain"):
             raise EvaluationError(f"rule is {self.rule!r:.40}, not paired or plain")
-        for name, most in (("margin", 100), ("task_margin", 100), ("decimals", 10)):
+        for name, most in _RANGES.items():
             value = getattr(self, name)
             if value is not None and not 0 <= value <= most:
                 raise EvaluationError(f"{name} is {value}; it must be from 0 to {most}")
@@ -103,5 +111,14 @@ def load_policy(name_or_path: str, margin: float | None = None) -> Policy:
         raise UsageError(f"--margin {margin:g}: {error}") from error
 
 
+_RANGES = {
+    "margin": 100,
+    "task_margin": 100,
+    "decimals": 10,
+    "max_unread": 100,
+    "max_capped": 100,
+    "max_mean_kl": 100,
+    "max_perplexity_ratio": 100,
+}
 _DEFAULTS = Policy(POLICY_SCHEMA, "", "", "plain", 0.0)
-_OPTIONAL = ("task_margin", "confidence", "significance", "power", "decimals", "primary")
+_OPTIONAL = (*(f.name for f in fields(Policy) if f.default is not MISSING), "primary")

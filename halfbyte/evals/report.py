@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -37,6 +37,23 @@ class Item(NamedTuple):
     """First 16 hexadecimal digits of SHA-256, as of `prompt` and `target`."""
     prompt: str
     target: str
+
+
+class Answer(NamedTuple):
+    """What the model made of a question, as far as it shows whether the evaluation worked."""
+
+    sha256: str
+    """First 16 hexadecimal digits, of the text or of the log-probabilities of the choices."""
+    choices: int = 0
+    """How many were scored; 0 where text was generated."""
+    spread: float = 0.0
+    """Log-probability of the likeliest choice less that of the least likely, in nats."""
+    tokens: int = 0
+    """Of the text."""
+    capped: bool = False
+    """Whether the text ends where the limit of tokens does."""
+    unread: tuple[str, ...] = ()
+    """Filters that found no answer in the text."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +111,12 @@ class TaskScores:
     """In the task's own order; the first is its primary metric."""
     items_sha256: str
     """Hash over the full content hashes of all items: equal for the same questions."""
+    answers: tuple[Answer, ...]
+    """To each item."""
+    generation: tuple[str, ...]
+    """How text was generated: stop strings, limit of tokens and the like, as JSON, once each."""
+    tokens_sha256: str
+    """Hash over the tokens of all prompts and choices: equal for the same tokenizer."""
 
     def __post_init__(self) -> None:
         if not self.metrics or not self.items:
@@ -106,6 +129,10 @@ class TaskScores:
                     f"task {self.name}: {metric.name} has {metric.count} values "
                     f"for {len(self.items)} items"
                 )
+        if len(self.answers) != len(self.items):
+            raise EvaluationError(
+                f"task {self.name} has {len(self.answers)} answers for {len(self.items)} items"
+            )
 
 
 @dataclass(frozen=True)
@@ -118,8 +145,13 @@ class TaskSettings:
     max_length: int
     """Tokens of prompt and answer together."""
     dtype: str
+    """Of what computes the answers, "as served" for a server that does not say."""
     versions: Mapping[str, str]
-    """Package -> version."""
+    """Package -> version, the engine's own among them where it is known."""
+    backend: str = "hf"
+    """What answered: "hf", "vllm", "sglang", "openai endpoint", "sglang endpoint"."""
+    flags: Mapping[str, str] = field(default_factory=dict)
+    """What else was set in it, as JSON by name."""
 
 
 @dataclass(frozen=True)

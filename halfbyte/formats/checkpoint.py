@@ -1,9 +1,12 @@
-"""From a checkpoint folder to a `Checkpoint`, reading nothing but headers.
+"""From a checkpoint to a `Checkpoint`, reading nothing but headers.
 
 A safetensors file is 8 bytes (little-endian length of the header), a JSON object that gives
 each tensor's dtype, shape and byte range, and then the data, without gaps or overlaps
 (https://github.com/huggingface/safetensors#format). Input is not trusted: every size is
 checked against the file before anything is allocated, and no name leaves the folder.
+
+What is asked of a folder is asked of a repository, too: `formats.hub` has the same checks made of
+what the Hub lists and of headers that it reads over the network.
 """
 
 from __future__ import annotations
@@ -12,10 +15,10 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from halfbyte.core import DTYPE_BYTES, Checkpoint, TensorInfo
 from halfbyte.errors import CheckpointError
@@ -39,6 +42,15 @@ SIDE_NAMES = frozenset({"LICENSE", "LICENSE.md", "NOTICE"})
 PICKLE_SUFFIXES = frozenset({".bin", ".ckpt", ".pt", ".pth"})
 
 
+class Header(NamedTuple):
+    """What a shard says of itself."""
+
+    tensors: Mapping[str, TensorInfo]
+    """In the order of their data."""
+    nbytes: int
+    """Size of the file."""
+
+
 def open_checkpoint(path: Path | str) -> Checkpoint:
     """Describe the checkpoint in folder `path` by its config, index and shard headers alone.
 
@@ -48,18 +60,29 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     folder = Path(path)
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder")
-    config = _read_json_object(folder / CONFIG_FILE)
-    weight_map = _read_weight_map(folder)
-    names = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE_FILE]
-    _require_shards(folder, names)
+    config = read_json_object(folder / CONFIG_FILE)
+    present = {entry.name for entry in folder.iterdir() if entry.is_file()}
+    weight_map = None
+    if (folder / INDEX_FILE).exists():
+        weight_map = read_weight_map(folder / INDEX_FILE)
+    names = shard_names(str(folder), weight_map, present)
+    headers = {shard: read_header(folder / shard) for shard in names}
+    tensors, shards = merged(str(folder), weight_map, headers)
+    return Checkpoint(folder, config, tensors, shards, side_files(present))
 
-    shards: dict[str, int] = {}
+
+def merged(
+    place: str, weight_map: Mapping[str, str] | None, headers: Mapping[str, Header]
+) -> tuple[dict[str, TensorInfo], dict[str, int]]:
+    """All tensors of a checkpoint at `place`, and its shards with their sizes.
+
+    Raises `CheckpointError` when index and headers disagree, or when there are no tensors.
+    """
     tensors: dict[str, TensorInfo] = {}
-    for shard in names:
-        found, shards[shard] = read_header(folder / shard)
+    for shard, header in headers.items():
         if weight_map is not None:
-            _require_agreement(weight_map, shard, found)
-        tensors |= found
+            _require_agreement(weight_map, shard, header.tensors)
+        tensors |= header.tensors
     if weight_map is not None and len(tensors) != len(weight_map):
         name = next(name for name in weight_map if name not in tensors)
         raise CheckpointError(
@@ -67,37 +90,42 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
             f"({len(weight_map)} tensors in the index, {len(tensors)} in the headers)"
         )
     if not tensors:
-        raise CheckpointError(f"{folder} holds no tensors")
-    return Checkpoint(folder, config, tensors, shards, _side_files(folder))
+        raise CheckpointError(f"{place} holds no tensors")
+    return tensors, {shard: header.nbytes for shard, header in headers.items()}
 
 
-def read_header(path: Path) -> tuple[dict[str, TensorInfo], int]:
-    """Tensors of one shard in the order of their data, and the size of the file in bytes.
-
-    Raises `CheckpointError` unless the byte ranges tile the file exactly.
-    """
+def read_header(path: Path) -> Header:
+    """The header of a file. Raises `CheckpointError` as `parse_header` does."""
     try:
         with path.open("rb") as file:
+            # From the start on, and in order, as a file is read.
             size = os.fstat(file.fileno()).st_size
-            if size < 8:
-                raise CheckpointError(f"{path.name} is {size} bytes long, too short for a header")
-            length = int.from_bytes(file.read(8), "little")
-            if length > min(size - 8, MAX_HEADER_BYTES):
-                raise CheckpointError(
-                    f"{path.name} declares a header of {length} bytes; the file has {size}, "
-                    f"and a header may take {MAX_HEADER_BYTES}",
-                    hint="the shard is truncated or not safetensors; download it again",
-                )
-            text = file.read(length)
+            return parse_header(path.name, size, lambda begin, end: file.read(end - begin))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    header = _parse_object(text, path.name)
-    header.pop("__metadata__", None)
+
+
+def parse_header(shard: str, size: int, read: Callable[[int, int], bytes]) -> Header:
+    """The header of a shard of `size` bytes; `read` gives its bytes from a first to a last.
+
+    Raises `CheckpointError` unless the byte ranges of its tensors tile the file exactly.
+    """
+    if size < 8:
+        raise CheckpointError(f"{shard} is {size} bytes long, too short for a header")
+    length = int.from_bytes(read(0, 8), "little")
+    if length > min(size - 8, MAX_HEADER_BYTES):
+        raise CheckpointError(
+            f"{shard} declares a header of {length} bytes; the file has {size}, "
+            f"and a header may take {MAX_HEADER_BYTES}",
+            hint="the shard is truncated or not safetensors; download it again",
+        )
     start = 8 + length
-    tensors = [_tensor_info(name, entry, path.name, start) for name, entry in header.items()]
+    header = _parse_object(read(8, start), shard)
+    header.pop("__metadata__", None)
+    tensors = [_tensor_info(name, entry, shard, start) for name, entry in header.items()]
     tensors.sort(key=attrgetter("begin", "end"))
-    _require_tiling(tensors, path.name, start, size)
-    return {tensor.name: tensor for tensor in tensors}, size
+    _require_tiling(tensors, shard, start, size)
+    return Header({tensor.name: tensor for tensor in tensors}, size)
 
 
 def _tensor_info(name: str, entry: Any, shard: str, start: int) -> TensorInfo:
@@ -158,11 +186,9 @@ def _require_tiling(tensors: Iterable[TensorInfo], shard: str, start: int, size:
         raise CheckpointError(f"{shard}: data ends at byte {position}, but the file has {size}")
 
 
-def _read_weight_map(folder: Path) -> Mapping[str, str] | None:
-    """Tensor name -> shard from the index; None when a lone `model.safetensors` has none."""
-    if not (folder / INDEX_FILE).exists():
-        return None
-    weight_map = _read_json_object(folder / INDEX_FILE).get("weight_map")
+def read_weight_map(index: Path) -> Mapping[str, str]:
+    """Tensor name -> shard. Raises `CheckpointError` for names that are no file of the folder."""
+    weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{INDEX_FILE} has no weight_map object")
     if not all(isinstance(shard, str) for shard in weight_map.values()):
@@ -173,12 +199,25 @@ def _read_weight_map(folder: Path) -> Mapping[str, str] | None:
                 f"{INDEX_FILE} names the shard {_shown(shard)}, "
                 "which is not a .safetensors file name inside the folder"
             )
-    if (folder / SINGLE_FILE).exists() and SINGLE_FILE not in weight_map.values():
-        raise CheckpointError(
-            f"{folder} holds both {INDEX_FILE} and a {SINGLE_FILE} that the index does not name",
-            hint="loaders differ in which one they take; move the wrong one away",
-        )
     return weight_map
+
+
+def shard_names(
+    place: str, weight_map: Mapping[str, str] | None, present: Collection[str]
+) -> list[str]:
+    """The shards of a checkpoint at `place`, where the files `present` are; a lone
+    `model.safetensors` needs no index. Raises `CheckpointError` when one of them is missing."""
+    if weight_map is None:
+        names = [SINGLE_FILE]
+    else:
+        names = sorted(set(weight_map.values()))
+        if SINGLE_FILE in present and SINGLE_FILE not in names:
+            raise CheckpointError(
+                f"{place} holds both {INDEX_FILE} and a {SINGLE_FILE} that the index does not name",
+                hint="loaders differ in which one they take; move the wrong one away",
+            )
+    _require_shards(place, names, present)
+    return names
 
 
 def _is_shard_name(name: str) -> bool:
@@ -190,29 +229,28 @@ def _is_shard_name(name: str) -> bool:
     )
 
 
-def _require_shards(folder: Path, names: list[str]) -> None:
-    missing = [name for name in names if not (folder / name).is_file()]
+def _require_shards(place: str, names: list[str], present: Collection[str]) -> None:
+    missing = [name for name in names if name not in present]
     if not missing:
         return
     if names == [SINGLE_FILE]:
-        present = sorted(entry.name for entry in folder.iterdir())
-        shards = [name for name in present if name.endswith(".safetensors")]
-        pickles = [name for name in present if Path(name).suffix in PICKLE_SUFFIXES]
+        shards = [name for name in sorted(present) if name.endswith(".safetensors")]
+        pickles = [name for name in sorted(present) if Path(name).suffix in PICKLE_SUFFIXES]
         if shards:
             raise CheckpointError(
-                f"{folder} holds {len(shards)} safetensors files ({shards[0]}, ...) "
+                f"{place} holds {len(shards)} safetensors files ({shards[0]}, ...) "
                 f"but no {INDEX_FILE}",
                 hint=f"download {INDEX_FILE} as well",
             )
         if pickles:
             raise CheckpointError(
-                f"{folder} holds only pickled weights ({pickles[0]}), "
+                f"{place} holds only pickled weights ({pickles[0]}), "
                 "which can run code when read, so they are never opened",
                 hint="convert the checkpoint to safetensors with its own tools first",
             )
-        raise CheckpointError(f"{folder} holds no safetensors files")
+        raise CheckpointError(f"{place} holds no safetensors files")
     raise CheckpointError(
-        f"{len(missing)} of {len(names)} shards are missing from {folder}, first {missing[0]}",
+        f"{len(missing)} of {len(names)} shards are missing from {place}, first {missing[0]}",
         hint="resume the download: hf download REPO --local-dir DIR",
     )
 
@@ -226,7 +264,8 @@ def _require_agreement(
             raise CheckpointError(f"{shard} holds {name}, but the index {where}")
 
 
-def _read_json_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
+    """A file with one JSON object. Raises `CheckpointError` for anything else."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_HEADER_BYTES:
@@ -259,20 +298,19 @@ def _parse_object(text: bytes, file: str) -> dict[str, Any]:
     return parsed
 
 
-def _side_files(folder: Path) -> tuple[str, ...]:
+def side_files(present: Iterable[str]) -> tuple[str, ...]:
     """Files that belong to the model besides its weights.
 
     Python files are among them: the tokenizer of Kimi-K2 is one. They are copied, never run.
     """
     return tuple(
         sorted(
-            entry.name
-            for entry in folder.iterdir()
-            if (entry.suffix in SIDE_SUFFIXES or entry.name in SIDE_NAMES)
-            and entry.name not in (CONFIG_FILE, REPORT_FILE, RUN_FILE, GATE_FILE)
-            and not entry.name.endswith(".index.json")
-            and not entry.name.startswith(".")
-            and entry.is_file()
+            name
+            for name in present
+            if (Path(name).suffix in SIDE_SUFFIXES or name in SIDE_NAMES)
+            and name not in (CONFIG_FILE, REPORT_FILE, RUN_FILE, GATE_FILE)
+            and not name.endswith(".index.json")
+            and not name.startswith(".")
         )
     )
 

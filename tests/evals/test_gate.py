@@ -18,6 +18,7 @@ from halfbyte.evals.gate import GateRow, GateVerdict, _paired
 from halfbyte.evals.gate import gate as judge
 from halfbyte.evals.policy import Policy, load_policy
 from halfbyte.evals.report import (
+    Answer,
     EvalReport,
     Item,
     MetricScores,
@@ -51,6 +52,9 @@ def task(
         tuple(Item(name, n, f"d{n}", f"p{n}", f"t{n}") for n in range(count)),
         tuple(MetricScores(m, "none", higher_is_better, tuple(v)) for m, v in metrics.items()),
         "hash",
+        tuple(Answer(f"a{n}") for n in range(count)),
+        (),
+        "tokens",
     )
 
 
@@ -191,7 +195,13 @@ def test_json_form() -> None:
     assert record.pop("reasons")[0].startswith("sums acc,none drops")
     policy = record.pop("policy")
     assert (policy["name"], policy["rule"], policy["margin"]) == ("article", "plain", 0.8)
-    assert record == {"schema_version": 1, "verdict": "fail", "mean_change_points": None}
+    assert "same checkpoint" in record.pop("remarks")[0]
+    assert record == {
+        "schema_version": 1,
+        "verdict": "fail",
+        "mean_change_points": None,
+        "noise": [],
+    }
     assert row.pop("delta_points") == pytest.approx(-0.83397, abs=1e-5)
     change = row.pop("change_points")
     assert change["low"] < change["estimate"] < change["high"]

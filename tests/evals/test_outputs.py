@@ -11,6 +11,7 @@ from halfbyte.evals.gate import GateVerdict, gate
 from halfbyte.evals.outputs import ROWS_SHOWN, flips, junit, markdown
 from halfbyte.evals.policy import load_policy
 from halfbyte.evals.report import (
+    Answer,
     EvalReport,
     Item,
     MetricScores,
@@ -29,9 +30,9 @@ def report(**changed: tuple[int, int]) -> EvalReport:
     for name, (wrong, more) in changed.items():
         values = (0.0,) * wrong + (1.0,) * (900 - wrong) + (1.0,) * more + (0.0,) * (100 - more)
         items = tuple(Item(name, n, f"d{n}", "p", "t") for n in range(1000))
-        tasks.append(
-            TaskScores(name, "1", items, (MetricScores("acc", "none", True, values),), "hash")
-        )
+        metrics = (MetricScores("acc", "none", True, values),)
+        answers = tuple(Answer(f"{value} {n}") for n, value in enumerate(values))
+        tasks.append(TaskScores(name, "1", items, metrics, "hash", answers, (), "tokens"))
     return EvalReport("folder", "f", tasks=TaskResults(SETTINGS, tuple(tasks)))
 
 

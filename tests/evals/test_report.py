@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from halfbyte.errors import EvaluationError
 from halfbyte.evals.report import (
+    Answer,
     Divergence,
     EvalReport,
     Histogram,
@@ -50,11 +51,19 @@ def full_report() -> EvalReport:
         MetricScores("error", "none", False, (0.25, 1e-9, 3.0)),
     )
     settings = TaskSettings(3, 16, 1024, "float32", {"lm_eval": "0.4.13"})
+    answers = (
+        Answer("1" * 16, choices=4, spread=1e-9),
+        Answer("2" * 16, tokens=128, capped=True, unread=("strict", "flexible")),
+        Answer("3" * 16, tokens=3),
+    )
+    scores = TaskScores(
+        "sums", "1.0", items, metrics, "e" * 64, answers, ('{"max_gen_toks": 128}',), "a" * 64
+    )
     return EvalReport(
         checkpoint="models/a",
         fingerprint="f" * 64,
         text=TextMetrics("c" * 64, 4, 512, "float32", 2044, 2.25, DIVERGENCE),
-        tasks=TaskResults(settings, (TaskScores("sums", "1.0", items, metrics, "e" * 64),)),
+        tasks=TaskResults(settings, (scores,)),
     )
 
 
@@ -126,6 +135,7 @@ METRIC = (*TASK, "metrics", 0)
         (lambda r: at(r, *METRIC).update(total=3), r"tasks\[0\].metrics\[0\].total is 3"),
         (lambda r: at(r, *METRIC).update(higher_is_better=1), "expected true or false, found 1"),
         (lambda r: at(r, *TASK)["items"].pop(), "exact_match,strict has 3 values for 2 items"),
+        (lambda r: at(r, *TASK)["answers"].pop(), "sums has 2 answers for 3 items"),
         (lambda r: at(r, *TASK, "items", 2).__setitem__(1, 0), "task sums lists an item twice"),
         (lambda r: at(r, *TASK, "items", 2).pop(), r"items\[2\]: 4 entries, 5 expected"),
         (lambda r: at(r, *TASK).update(metrics=[]), "task sums has no items or no metrics"),
