@@ -176,8 +176,8 @@ def _accuracy(gate: Gate | None, output: Output) -> str:
     if gate.mean is not None:
         said.append(f"Mean change in points: {points(gate.mean)}.")
     text = "## Accuracy\n\n" + " ".join(said) + "\n\n"
-    if gate.reasons:
-        text += "\n".join(f"- {escape(r)}" for r in gate.reasons[:ROWS_SHOWN]) + "\n\n"
+    if notes := [*gate.reasons, *gate.remarks][:ROWS_SHOWN]:
+        text += "\n".join(f"- {escape(note)}" for note in notes) + "\n\n"
     if gate.rows:
         limits = f"{100 * (2 * gate.confidence - 1):g} % interval"
         head = ["task", "metric", "items", "source %", "INT4 %", f"points ({limits})", "lost : won"]

@@ -64,6 +64,8 @@ class Gate:
 
     verdict: str
     reasons: tuple[str, ...]
+    remarks: tuple[str, ...]
+    """What to know beside it, whatever the verdict is."""
     policy: str
     description: str
     paired: bool
@@ -220,6 +222,7 @@ def _gate(record: Mapping[str, Any]) -> Gate:
     return Gate(
         verdict=_text(record["verdict"]),
         reasons=tuple(map(_text, record["reasons"])),
+        remarks=tuple(map(_text, record["remarks"])),
         policy=_text(policy["name"]),
         description=_text(policy["description"]),
         paired=policy["rule"] == "paired",

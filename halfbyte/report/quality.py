@@ -25,8 +25,8 @@ def accuracy(output: Output) -> Html:
             f"quantize report {shlex.quote(output.name)} --gate gate.json",
         )
     lead = f"Verdict: {gate.verdict}. {allowance(gate)}."
-    reasons = element("ul", *(element("li", reason) for reason in gate.reasons[:ROWS_SHOWN]))
-    children = [reasons] if gate.reasons else []
+    said = [*gate.reasons, *gate.remarks][:ROWS_SHOWN]
+    children = [element("ul", *(element("li", line) for line in said))] if said else []
     if gate.rows:
         children.append(_forest(gate))
     return section("Accuracy", lead, *children)

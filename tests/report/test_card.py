@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +14,14 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
+from typer.testing import CliRunner
 
-from halfbyte.cli import main
+from halfbyte.cli import app, insert_run, main
 from halfbyte.core import Origin
 from halfbyte.errors import CheckpointError, EvaluationError, OutputError
-from halfbyte.evals.gate import gate as judge
+from halfbyte.evals.gate import GateRow, GateVerdict
 from halfbyte.evals.policy import load_policy
-from halfbyte.evals.report import (
-    EvalReport,
-    Item,
-    MetricScores,
-    TaskResults,
-    TaskScores,
-    TaskSettings,
-)
+from halfbyte.evals.statistics import Interval
 from halfbyte.formats.folder import REPORT_FILE
 from halfbyte.report.card import block, code, escape, model_card, write_card
 from halfbyte.report.output import read_output
@@ -93,12 +89,25 @@ def test_commands_of_the_card(make_output: MakeOutput) -> None:
     ) in lines
 
 
+def test_commands_of_the_card_can_be_typed(make_output: MakeOutput) -> None:
+    card = model_card(read_output(make_output()))
+    lines = re.findall(r"^quantize .*$", card, re.MULTILINE)
+    assert len(lines) == 5
+    for line in lines:
+        command, *words = insert_run(shlex.split(line)[1:])
+        options = CliRunner().invoke(app, [command, "--help"], prog_name="quantize").stdout
+        for word in words:
+            if word.startswith("-"):
+                assert re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", options), line
+
+
 def test_a_verdict_becomes_a_table(make_output: MakeOutput) -> None:
     _, body = parsed(model_card(read_output(make_output(gate=VERDICT))))
     assert "Verdict: **inconclusive**, by the policy default: paired." in body
     assert "The mean may drop by 0.8 points, a task by 2." in body
     assert "Mean change in points: -0.40 (-1.20 to +0.40)." in body
     assert "- recall may drop by up to 2.31 points, 2 are allowed" in body.splitlines()
+    assert "- the text was not measured" in body.splitlines()
     assert "points (90 % interval)" in body
     assert (
         "| glm_recall | exact_match,none | 500 | 94.00 | 93.00 | -1.00 (-2.31 to +0.25) "
@@ -111,26 +120,32 @@ TABLE = ("table", "thead", "tbody", "tr", "th", "td")
 
 
 def test_a_verdict_as_the_gate_gives_it(make_output: MakeOutput, tmp_path: Path) -> None:
-    def scores(right: int) -> EvalReport:
-        items = tuple(Item("sums", i, f"{i}", f"{i}", f"{i}") for i in range(1000))
-        metric = MetricScores("acc", "none", True, tuple(float(i < right) for i in range(1000)))
-        settings = TaskSettings(None, 8, 1024, "float32", {})
-        tasks = (TaskScores("sums", "1", items, (metric,), "0" * 64),)
-        return EvalReport("x", "0" * 64, tasks=TaskResults(settings, tasks))
-
+    row = GateRow(
+        task="sums",
+        metric="acc,none",
+        decides=True,
+        count=1000,
+        baseline=Fraction(900),
+        candidate=Fraction(880),
+        lost=20,
+        won=0,
+        higher_is_better=True,
+        change=Interval(-2.0, -2.75, -1.5),
+        p_value=1e-6,
+        verdict="fail",
+        reason="sums drops",
+    )
     path = tmp_path / "verdict.json"
     for policy, allowed in (
         ("default", "The mean may drop by 0.8 points, a task by 2."),
         ("article", "A task may drop by 0.8 points."),
     ):
-        verdict = judge(scores(900), scores(880), load_policy(policy))
+        verdict = GateVerdict("fail", ("sums drops",), load_policy(policy), (row,))
         path.write_text(json.dumps(verdict.to_json()))
-        folder = make_output(policy)
-        card = model_card(read_output(folder, path))
+        card = model_card(read_output(make_output(policy), path))
         assert f"Verdict: **fail**, by the policy {policy}" in card
         assert allowed in card
-        assert "| sums | acc,none | 1,000 | 90.00 | 88.00 | -2.00 (" in card
-        assert "| 20 : 0 | fail |" in card
+        assert "| 1,000 | 90.00 | 88.00 | -2.00 (-2.75 to -1.50) | 20 : 0 | fail |" in card
 
 
 HOSTILE = (

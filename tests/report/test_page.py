@@ -94,6 +94,7 @@ def test_figures_of_the_page(make_output: MakeOutput) -> None:
         "99 % of tokens below 0.0709",
         "top-1 agreement 96.20 %, perplexity 7.3891",
         "mean change -0.40 (-1.20 to +0.40) points",
+        "the text was not measured",
         "median error 0.002, by rounding alone 0.004",
         "1 fell back (2.8 %)",
         "Of 12 routed experts the least used saw 0, the median 100, the most used 300; 3 saw none.",
