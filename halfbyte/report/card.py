@@ -113,7 +113,15 @@ def _summary(output: Output) -> str:
         f"{_source(report.origin)}, with {made}: {format_bytes(report.bytes_in)} become"
         f" {format_bytes(report.bytes_out)}. The format is compressed-tensors `pack-quantized`."
         f" Made with halfbyte {escape(report.versions.get('halfbyte', ''))}.\n"
+        f"\n{_license(report.origin)}\n"
     )
+
+
+def _license(origin: Origin) -> str:
+    if origin.license is None:
+        return "The folder of the source names no licence; that of the source holds here too."
+    name = origin.license_name or origin.license
+    return f"Licence: {escape(name)}, that of the source."
 
 
 def _source(origin: Origin) -> str:

@@ -60,6 +60,7 @@ def test_the_hub_reads_the_front_matter(make_output: MakeOutput) -> None:
 def test_figures_of_the_card(make_output: MakeOutput) -> None:
     _, body = parsed(model_card(read_output(make_output())))
     lines = body.splitlines()
+    assert "Licence: mit, that of the source." in lines
     assert "| all weights | 750.0 GB | 500.0 GB | 66.7 % |" in lines
     # 6 GB whole and an eighth of 744 GB; 12 GB and an eighth of 488 GB.
     assert round((6e9 + 744e9 / 8) / 2**30, 1) == 92.2
@@ -186,6 +187,9 @@ def test_hostile_names_stay_text(make_output: MakeOutput, name: str) -> None:
     assert "https://evil" not in prose
     assert not re.search(r"[\u202e\u2028\x00]", prose)
     assert "evil" not in matter.values()
+    record["origin"]["license"] = record["settings"]["method"] = name
+    (folder / REPORT_FILE).write_text(json.dumps(record))
+    assert ModelCard(model_card(read_output(folder))).data.license == name
     rows = [line for line in prose.splitlines() if line.startswith("| ")]
     assert {line.count(" | ") for line in rows} <= {1, 3, 4, 5, 7}
     # Every fence that opens is closed: what follows the last is the table of versions.
@@ -214,6 +218,7 @@ def test_a_source_that_tells_nothing(make_output: MakeOutput) -> None:
     assert not {"license", "base_model", "base_model_relation", "pipeline_tag"} & set(matter)
     assert "quantize 'some model' --to int4" in body
     assert "hf download" not in body
+    assert "The folder of the source names no licence" in body
 
 
 def test_a_card_of_somebody_else_is_not_replaced(make_output: MakeOutput) -> None:
