@@ -164,12 +164,12 @@ def evaluate(
     elsewhere = _engine(backend, backend_argument, endpoint, api, model)
     if tasks is None and tool_calls is None and max_new_tokens is not None:
         raise UsageError("there are no tasks to answer", hint="add --tasks FOLDER")
-    if elsewhere is not None and tasks is None:
+    if elsewhere is not None and tasks is None and tool_calls is None:
         raise UsageError("there are no tasks to answer", hint="add --tasks FOLDER")
-    if elsewhere is not None and tool_calls is not None:
+    if elsewhere is not None and tool_calls is not None and (endpoint is None or tasks is not None):
         raise UsageError(
-            "--tool-calls are asked in this process",
-            hint="measure them by themselves, without --backend and --endpoint",
+            "--tool-calls are asked in this process or, by themselves, of a server",
+            hint="measure them by a command of their own: with --endpoint, or without --backend",
         )
     if elsewhere is not None and text is None and device != "auto":
         raise UsageError(
@@ -208,7 +208,8 @@ def evaluate(
         dtype=compute,
         engine_dtype=dtype if elsewhere else compute,
     )
-    answers = kept.kept_path(output) if output is not None and tasks is not None else None
+    keeps = tasks is not None or endpoint is not None
+    answers = kept.kept_path(output) if output is not None and keeps else None
     if fresh and answers is not None:
         answers.unlink(missing_ok=True)
     report = None
@@ -242,7 +243,8 @@ def _engine(
     model: str | None,
 ) -> Backend | Endpoint | None:
     """What answers instead of transformers in this process; None if nothing does."""
-    from halfbyte.evals.endpoint import Endpoint, server_root
+    from halfbyte.evals.client import server_root
+    from halfbyte.evals.endpoint import Endpoint
     from halfbyte.evals.engines import Backend, parse_arguments
 
     if endpoint is not None and (backend is not None or arguments):

@@ -15,7 +15,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from halfbyte.errors import EvaluationError
-from halfbyte.evals.kept import Answer, KeptAnswers, question_keys
+from halfbyte.evals.kept import KeptAnswers, RawAnswer, question_keys
 from halfbyte.progress import Progress
 
 CHOICES_OF_A_QUESTION = 4
@@ -93,16 +93,16 @@ def language_model(engine: Engine, kept: KeptAnswers, progress: Progress) -> Any
                     hint="raise --max-length, or leave the task out",
                 )
 
-        def _ask(self, kind: str, requests: Sequence[Any], size: int) -> list[Answer | None]:
+        def _ask(self, kind: str, requests: Sequence[Any], size: int) -> list[RawAnswer | None]:
             keys = question_keys(kind, [request.args for request in requests])
             answers = [kept.get(key) for key in keys]
             order = batches([request.args for request in requests], 1 if engine.parallel else size)
             asked = [batch for batch in order if any(answers[i] is None for i in batch)]
             progress.advance(len(requests) - sum(map(len, asked)))
 
-            def ask(batch: Sequence[int]) -> list[Answer]:
+            def ask(batch: Sequence[int]) -> list[RawAnswer]:
                 questions = [requests[i] for i in batch]
-                found: list[Answer] = getattr(engine.model, kind)(questions, disable_tqdm=True)
+                found: list[RawAnswer] = getattr(engine.model, kind)(questions, disable_tqdm=True)
                 return found
 
             workers = engine.batch_size if engine.parallel else 1

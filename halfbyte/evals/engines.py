@@ -19,6 +19,7 @@ from typing import Any, Literal
 from halfbyte.calibration.data import load_tokenizer
 from halfbyte.core import Checkpoint
 from halfbyte.errors import DependencyError, EvaluationError, UsageError
+from halfbyte.evals import endpoint
 from halfbyte.evals.asking import Engine
 from halfbyte.evals.endpoint import Endpoint, open_endpoint
 from halfbyte.evals.model import load_model
@@ -131,17 +132,31 @@ def _scheduled(
 ) -> Engine:
     """vLLM or SGLang, which load the checkpoint themselves, by lm-eval's backends for them."""
     arguments = scheduled_arguments(choice, checkpoint_path, max_length, max_new_tokens, dtype)
-    if importlib.util.find_spec(choice.name) is None:
-        raise DependencyError(
-            f"--backend {choice.name}: the package {choice.name} is not installed",
-            hint=_INSTALL[choice.name],
-        )
+    versions = _version(choice.name)
     from lm_eval.api.registry import get_model
 
     lm = get_model(choice.name)(**arguments)
-    versions = {str(choice.name): importlib.metadata.version(choice.name)}
     flags = {name: json.dumps(value) for name, value in choice.arguments.items()}
     return Engine(lm, choice.name, dtype, versions, batch_size, max_length, max_new_tokens, flags)
+
+
+def describe(choice: Backend | Endpoint) -> dict[str, str]:
+    """What of an engine may change an answer beside `choice` itself, by name: the version of its
+    package, or what a server says of itself.
+
+    Raises DependencyError for a package that is missing, EvaluationError as `open_endpoint` does.
+    """
+    if isinstance(choice, Endpoint):
+        return endpoint.describe(choice)
+    return {} if choice.name == "hf" else _version(choice.name)
+
+
+def _version(package: str) -> dict[str, str]:
+    if importlib.util.find_spec(package) is None:
+        raise DependencyError(
+            f"--backend {package}: the package {package} is not installed", hint=_INSTALL[package]
+        )
+    return {package: importlib.metadata.version(package)}
 
 
 def scheduled_arguments(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from halfbyte.evals.endpoint import Endpoint
-from halfbyte.evals.engines import HF_BATCH, TRANSFORMERS, Backend
+from halfbyte.evals.engines import HF_BATCH, TRANSFORMERS, Backend, describe
 from halfbyte.evals.harness import run_tasks
 from halfbyte.evals.report import EvalReport, checkpoint_fingerprint
 from halfbyte.evals.store import Identity, content_sha256
@@ -37,7 +37,7 @@ class Evaluation:
     """Of single tasks or groups; all when empty."""
     tool_calls: Path | None = None
     engine: Backend | Endpoint = TRANSFORMERS
-    """What answers the tasks."""
+    """What answers the tasks, and the tool calls if it is a server."""
     limit: int | None = None
     batch_size: int | None = None
     max_length: int | None = None
@@ -49,7 +49,8 @@ class Evaluation:
     """Of the engine that answers the tasks, which may know "auto"."""
 
     def identity(self) -> Identity:
-        """All that decides the result: no other evaluation has the same."""
+        """All that decides the result: no other evaluation has the same. A server is asked for
+        what it serves."""
         hardware = ""
         if self.device.startswith("cuda"):
             import torch
@@ -74,14 +75,14 @@ class Evaluation:
             parts |= {
                 "tasks": repr(self.tasks) if suite else content_sha256(Path(str(self.tasks))),
                 "task names": ", ".join(self.names) or "all",
-                "engine": repr(self.engine),
-                "engine dtype": self.engine_dtype,
             }
         if self.tool_calls is not None:
             answers = possible_answers(self.tool_calls)
             parts["tool calls"] = content_sha256(self.tool_calls)
             parts["possible answers"] = content_sha256(answers) if answers.exists() else "none"
         if self.tasks is not None or self.tool_calls is not None:
+            parts |= {"engine": repr(self.engine), "engine dtype": self.engine_dtype}
+            parts |= {f"engine {name}": told for name, told in describe(self.engine).items()}
             asked = (self.limit, self.batch_size, self.max_length, self.max_new_tokens)
             names = ("limit", "batch size", "max length", "max new tokens")
             parts |= {name: json.dumps(value) for name, value in zip(names, asked, strict=True)}
@@ -124,12 +125,14 @@ class Evaluation:
             found = run_tool_calls(
                 self.checkpoint,
                 self.tool_calls,
+                server=self.engine if isinstance(self.engine, Endpoint) else None,
                 limit=self.limit,
                 batch_size=self.batch_size or HF_BATCH,
                 max_length=self.max_length,
                 max_new_tokens=self.max_new_tokens or TOOL_CALL_TOKENS,
                 device=self.device,
                 dtype=self.dtype,
+                answers=answers if self.tasks is None else None,
                 progress=progress,
             )
             tasks.append(found)

@@ -1,4 +1,4 @@
-"""Greedy answers to finished prompts: the protocol, and the model in this process."""
+"""Greedy answers to finished prompts: the protocol, the model in this process, and a server."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from halfbyte.errors import EvaluationError
+from halfbyte.evals.asking import Engine, language_model
+from halfbyte.evals.kept import KeptAnswers
 from halfbyte.progress import Progress
 
 
@@ -51,8 +53,9 @@ class ModelGenerator:
         for number, prompt in enumerate(ids):
             if len(prompt) + max_new_tokens > self._max_length:
                 raise EvaluationError(
-                    f"prompt {number} has {len(prompt)} tokens, with {max_new_tokens} of an answer "
-                    f"that is more than the maximum length, {self._max_length}",
+                    f"prompt {number + 1} of {len(ids)} has {len(prompt)} tokens; with "
+                    f"{max_new_tokens} of an answer that is more than the maximum length, "
+                    f"{self._max_length}",
                     hint="lower --max-new-tokens, or raise --max-length",
                 )
         stops = [self._token(text) for text in stop]
@@ -99,6 +102,35 @@ class ModelGenerator:
         return text
 
 
+class ServerGenerator:
+    """A server (`evals.endpoint`), asked as many prompts at the same time as its engine says."""
+
+    def __init__(self, engine: Engine, kept: KeptAnswers, progress: Progress) -> None:
+        self._model = language_model(engine, kept, progress)
+
+    def generate(
+        self, prompts: Sequence[str], max_new_tokens: int, stop: Sequence[str]
+    ) -> list[str]:
+        """As in the protocol. Raises EvaluationError for a prompt that leaves no room for
+        `max_new_tokens`, and as the server does."""
+        from lm_eval.api.instance import Instance
+
+        how = {
+            "until": list(stop),
+            "do_sample": False,
+            "max_gen_toks": max_new_tokens,
+            "add_special_tokens": False,  # the chat template has put them in
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+        }
+        asked = [
+            Instance("generate_until", {}, (prompt, how), 0, ("tool calls", number, 1))
+            for number, prompt in enumerate(prompts)
+        ]
+        answers: list[str] = self._model.generate_until(asked)
+        return answers
+
+
 def stop_tokens(checkpoint_path: Path, tokenizer: Any) -> list[str]:
     """The tokens that end an answer by the checkpoint's own word: `eos_token_id` of its
     generation_config.json, else of its config.json, else the tokenizer's end-of-text token.
@@ -117,7 +149,7 @@ def stop_tokens(checkpoint_path: Path, tokenizer: Any) -> list[str]:
     if ids is None:
         ids = tokenizer.eos_token_id
     values = ids if isinstance(ids, list) else [ids]
-    if not values or not all(isinstance(v, int) and 0 <= v < len(tokenizer) for v in values):
+    if not values or not all(type(v) is int and 0 <= v < len(tokenizer) for v in values):
         raise EvaluationError(
             f"{checkpoint_path}: eos_token_id is {ids!r:.80}, the tokenizer has "
             f"{len(tokenizer)} tokens",

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from halfbyte.calibration.data import load_tokenizer
 from halfbyte.errors import EvaluationError
 from halfbyte.evals.answers import AnswerReader
-from halfbyte.evals.asking import language_model
+from halfbyte.evals.asking import Engine, language_model
 from halfbyte.evals.endpoint import Endpoint
 from halfbyte.evals.engines import TRANSFORMERS, Backend, open_engine
 from halfbyte.evals.kept import keep_answers
@@ -108,16 +108,7 @@ def run_tasks(
                 progress=progress,
             )
         )
-        settings = TaskSettings(
-            limit=limit,
-            batch_size=opened.batch_size,
-            max_length=opened.max_length,
-            dtype=opened.dtype,
-            versions={name: importlib.metadata.version(name) for name in PACKAGES}
-            | opened.versions,
-            backend=opened.name,
-            flags=opened.flags,
-        )
+        settings = settings_of(opened, limit)
         identity = {
             "checkpoint": checkpoint_fingerprint(open_checkpoint(checkpoint_path)),
             "settings": encode(settings),
@@ -129,6 +120,19 @@ def run_tasks(
         results = _evaluate(language_model(opened, kept, progress), loaded, limit)
         reader = AnswerReader(load_tokenizer(checkpoint_path), opened.max_new_tokens)
         return TaskResults(settings, tuple(_scores(task, results, reader) for task in plan))
+
+
+def settings_of(engine: Engine, limit: int | None) -> TaskSettings:
+    """How an engine answers, as a result says it."""
+    return TaskSettings(
+        limit=limit,
+        batch_size=engine.batch_size,
+        max_length=engine.max_length,
+        dtype=engine.dtype,
+        versions={name: importlib.metadata.version(name) for name in PACKAGES} | engine.versions,
+        backend=engine.name,
+        flags=engine.flags,
+    )
 
 
 class _PlannedTask(NamedTuple):

@@ -142,15 +142,23 @@ def _unusable(ours: TaskScores, theirs: TaskScores, policy: Policy) -> Iterator[
                 f"{task}: all choices of {flat} of {len(scores.items):,} items are equally likely "
                 f"in the {side}: no log-probabilities were measured"
             )
-    yield from _at_chance(ours, policy)
+    yield from _tells_nothing(ours, policy)
 
 
-def _at_chance(ours: TaskScores, policy: Policy) -> Iterator[str]:
-    """Whether the baseline answers a task of choices no better than guessing."""
+def _tells_nothing(ours: TaskScores, policy: Policy) -> Iterator[str]:
+    """Whether a baseline has nothing to lose: it answers nothing right, or choices by guessing."""
     primary = policy.primary.get(ours.name, ours.metrics[0].name)
     metric = next((m for m in ours.metrics if m.name == primary), ours.metrics[0])
+    if not {*metric.values} <= {0.0, 1.0}:
+        return
+    if metric.higher_is_better and not any(metric.values):
+        yield (
+            f"task {ours.name}: the baseline answers none of {metric.count:,} items right by "
+            f"{metric.name}; the task tells nothing"
+        )
+        return
     choices = [answer.choices for answer in ours.answers]
-    if min(choices) < 2 or not {*metric.values} <= {0.0, 1.0}:
+    if min(choices) < 2:
         return
     chances = [1 / n for n in choices]
     expected = sum(chances)

@@ -23,8 +23,9 @@ from halfbyte.progress import Progress
 
 KEPT_SCHEMA = 1
 
-Answer: TypeAlias = str | tuple[float, bool]
-"""A text; or the log-likelihood of a choice, and whether greedy decoding would give it."""
+RawAnswer: TypeAlias = str | tuple[float, bool]
+"""As lm-eval has it: a text; or the log-likelihood of a choice, and whether greedy decoding would
+give it."""
 
 
 def kept_path(output: Path) -> Path:
@@ -47,14 +48,14 @@ def question_keys(kind: str, questions: Sequence[Sequence[Any]]) -> list[str]:
 class KeptAnswers:
     """Answers by the key of their question. Without a file they last as long as the object."""
 
-    def __init__(self, answers: dict[str, Answer], file: BinaryIO | None = None) -> None:
+    def __init__(self, answers: dict[str, RawAnswer], file: BinaryIO | None = None) -> None:
         self._answers = answers
         self._file = file
 
-    def get(self, key: str) -> Answer | None:
+    def get(self, key: str) -> RawAnswer | None:
         return self._answers.get(key)
 
-    def add(self, keys: Sequence[str], answers: Sequence[Answer]) -> None:
+    def add(self, keys: Sequence[str], answers: Sequence[RawAnswer]) -> None:
         """Keep a batch, as a whole or not at all. It survives the death of the process."""
         batch = list(zip(keys, answers, strict=True))
         self._answers.update(batch)
@@ -88,7 +89,7 @@ def keep_answers(
         file.seek(0)
         header = json.loads(json.dumps({"schema_version": KEPT_SCHEMA, **identity}))
         found = _line(file.readline())
-        answers: dict[str, Answer] = {}
+        answers: dict[str, RawAnswer] = {}
         if found == header:
             answers = _read(file)
             if answers:
@@ -102,9 +103,9 @@ def keep_answers(
         yield KeptAnswers(answers, file)
 
 
-def _read(file: BinaryIO) -> dict[str, Answer]:
+def _read(file: BinaryIO) -> dict[str, RawAnswer]:
     """All whole batches from here on; what a killed process left of one is cut off."""
-    answers: dict[str, Answer] = {}
+    answers: dict[str, RawAnswer] = {}
     end = file.tell()
     for line in iter(file.readline, b""):
         batch = _line(line)
@@ -132,7 +133,7 @@ def _is_answer(entry: Any) -> bool:
     return False
 
 
-def _answer(value: Any) -> Answer:
+def _answer(value: Any) -> RawAnswer:
     return value if isinstance(value, str) else (float(value[0]), value[1])
 
 

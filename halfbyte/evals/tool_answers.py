@@ -118,8 +118,8 @@ def _tagged(body: str, schemas: Schemas) -> Call | None:
     """A name, then pairs of `<arg_key>` and `<arg_value>`, as GLM-4.5 and later write it.
 
     A string is written without quotes and everything else as JSON, so the schema decides how a
-    value is read, as in vLLM's `glm4_moe` parser: a parameter of type string is taken as it is,
-    any other as JSON if it is JSON.
+    value is read, as in SGLang's `glm47` and vLLM's `glm47` parsers: a parameter of type string is
+    taken as it is, any other as JSON if it is JSON.
     """
     name, opened, rest = body.partition("<arg_key>")
     name = name.strip()
@@ -132,7 +132,7 @@ def _tagged(body: str, schemas: Schemas) -> Call | None:
         between, opened, rest = rest.partition("<arg_key>")
         if not (closed and begun and ended) or space.strip() or between.strip():
             return None
-        key, value = key.strip(), value.strip()
+        key = key.strip()
         arguments[key] = value
         if properties.get(key, {}).get("type") != "string":
             try:

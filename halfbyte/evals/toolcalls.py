@@ -11,21 +11,34 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from halfbyte.calibration.data import load_tokenizer
 from halfbyte.errors import EvaluationError
 from halfbyte.evals.answers import AnswerReader
-from halfbyte.evals.generation import Generator, ModelGenerator, stop_tokens
-from halfbyte.evals.harness import PACKAGES
+from halfbyte.evals.endpoint import Endpoint
+from halfbyte.evals.engines import open_engine
+from halfbyte.evals.generation import Generator, ModelGenerator, ServerGenerator, stop_tokens
+from halfbyte.evals.harness import PACKAGES, settings_of
+from halfbyte.evals.kept import keep_answers
 from halfbyte.evals.model import load_model
-from halfbyte.evals.report import Item, MetricScores, TaskResults, TaskScores, TaskSettings
+from halfbyte.evals.record import encode
+from halfbyte.evals.report import (
+    Item,
+    MetricScores,
+    TaskResults,
+    TaskScores,
+    TaskSettings,
+    checkpoint_fingerprint,
+)
 from halfbyte.evals.tool_answers import ToolFormat, format_of
 from halfbyte.evals.tool_files import read_tool_tasks
-from halfbyte.evals.tool_items import METRICS, ToolItem, ToolTask
+from halfbyte.evals.tool_items import METRICS, ToolTask
+from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.progress import Progress, SilentProgress
 
 VERSION = 1
@@ -38,41 +51,75 @@ def run_tool_calls(
     checkpoint_path: Path,
     tasks_path: Path,
     *,
+    server: Endpoint | None = None,
     limit: int | None = None,
     batch_size: int = 16,
     max_length: int | None = None,
     max_new_tokens: int = TOOL_CALL_TOKENS,
     device: str = "cpu",
     dtype: str = "float32",
+    answers: Path | None = None,
     progress: Progress | None = None,
 ) -> TaskResults:
-    """Score a checkpoint on a file or folder of questions with tools (`tool_files`).
+    """Score a checkpoint on a file or folder of questions with tools (`tool_files`), in this
+    process or by a server that serves it.
 
     `limit` takes the first items of each task. `max_length` bounds prompt and answer together, in
     tokens; None is the model's own limit. An answer ends at the model's own stop tokens, or after
-    `max_new_tokens`.
+    `max_new_tokens`. `answers` is a file that those of a server are kept in (`evals.kept`).
 
     Raises EvaluationError for files that cannot be read, a chat template without tools or with a
-    format of calls that is not known, and a prompt that leaves no room for an answer.
+    format of calls that is not known, a prompt that leaves no room for an answer, and a server that
+    `endpoint.open_endpoint` refuses.
     """
+    if limit is not None and limit < 1:
+        raise EvaluationError(f"a limit of {limit} items leaves nothing to score")
     progress = progress or SilentProgress()
     files = read_tool_tasks(tasks_path)
     if files.left_out:
         progress.note(f"{tasks_path}: left out, not supported: {', '.join(files.left_out)}")
     tasks = [replace(task, items=task.items[:limit]) for task in files.tasks]
     chat = ToolChat.of(checkpoint_path, load_tokenizer(checkpoint_path))
-    prompts = {task.name: [chat.prompt(item) for item in task.items] for task in tasks}
+    prompts = [chat.prompts(task) for task in tasks]
+
+    def scores(generator: Generator) -> tuple[TaskScores, ...]:
+        # All at once: what is too long shows before the first answer.
+        texts = iter(generator.generate([*chain(*prompts)], max_new_tokens, chat.stop))
+        return tuple(
+            scored(task, asked, [*islice(texts, len(asked))], chat, max_new_tokens)
+            for task, asked in zip(tasks, prompts, strict=True)
+        )
+
+    if server is not None:
+        with open_engine(
+            server,
+            checkpoint_path,
+            batch_size=batch_size,
+            max_length=max_length,
+            max_new_tokens=max_new_tokens,
+            device=device,
+            dtype=dtype,
+            scoring=(),
+            progress=progress,
+        ) as engine:
+            settings = settings_of(engine, limit)
+            identity = {
+                "checkpoint": checkpoint_fingerprint(open_checkpoint(checkpoint_path)),
+                "settings": encode(settings),
+                "tool calls": VERSION,
+                "server": engine.identity,
+            }
+            with keep_answers(answers, identity, progress) as kept:
+                return TaskResults(settings, scores(ServerGenerator(engine, kept, progress)))
     model = load_model(checkpoint_path, dtype=dtype, device=device)
     max_length = max_length or model.config.max_position_embeddings
-    generator = ModelGenerator(
+    generator: Generator = ModelGenerator(
         model, chat.tokenizer, batch_size=batch_size, max_length=max_length, progress=progress
     )
-    progress.start("tool calls", sum(map(len, prompts.values())), "items")
-    scores = tuple(
-        score(task, prompts[task.name], generator, chat, max_new_tokens) for task in tasks
-    )
+    progress.start("tool calls", sum(map(len, prompts)), "items")
     versions = {name: importlib.metadata.version(name) for name in (*PACKAGES, "torch")}
-    return TaskResults(TaskSettings(limit, batch_size, max_length, dtype, versions), scores)
+    settings = TaskSettings(limit, batch_size, max_length, dtype, versions)
+    return TaskResults(settings, scores(generator))
 
 
 @dataclass(frozen=True)
@@ -101,42 +148,42 @@ class ToolChat:
             )
         return cls(tokenizer, form, tuple(stop_tokens(checkpoint_path, tokenizer)))
 
-    def prompt(self, item: ToolItem) -> str:
-        """The question as the model gets it. Raises EvaluationError when the template fails, or
+    def prompts(self, task: ToolTask) -> list[str]:
+        """The questions as the model gets them. Raises EvaluationError when the template fails, or
         leaves a function out."""
         from jinja2 import TemplateError
 
-        try:
-            text: str = self.tokenizer.apply_chat_template(
-                [dict(message) for message in item.messages],
-                tools=[tool.definition for tool in item.tools] or None,
-                add_generation_prompt=True,
-                tokenize=False,
-                enable_thinking=False,
-            )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise EvaluationError(
-                f"item {item.number}: the chat template fails: {error}"
-            ) from error
-        if absent := [tool.name for tool in item.tools if tool.name not in text]:
-            raise EvaluationError(
-                f"item {item.number}: the chat template leaves out the function {absent[0]}"
-            )
-        return text
+        prompts = []
+        for item in task.items:
+            where = f"task {task.name}, item {item.number}"
+            try:
+                text = self.tokenizer.apply_chat_template(
+                    [dict(message) for message in item.messages],
+                    tools=[tool.definition for tool in item.tools] or None,
+                    add_generation_prompt=True,
+                    tokenize=False,
+                    enable_thinking=False,
+                )
+            except (TemplateError, TypeError, ValueError) as error:
+                raise EvaluationError(f"{where}: the chat template fails: {error}") from error
+            if absent := [tool.name for tool in item.tools if tool.name not in text]:
+                raise EvaluationError(
+                    f"{where}: the chat template leaves out the function {absent[0]}"
+                )
+            prompts.append(text)
+        return prompts
 
 
-def score(
+def scored(
     task: ToolTask,
     prompts: Sequence[str],
-    generator: Generator,
+    texts: Sequence[str],
     chat: ToolChat,
     max_new_tokens: int,
 ) -> TaskScores:
-    """Ask, parse and judge the items of one task."""
-    texts = generator.generate(prompts, max_new_tokens, chat.stop)
-    answers = [
-        chat.form.parse(text, item.schemas) for text, item in zip(texts, task.items, strict=True)
-    ]
+    """Parse and judge the answers to the items of one task."""
+    pairs = zip(texts, task.items, strict=True)
+    answers = [chat.form.parse(text, item.schemas) for text, item in pairs]
     metrics = tuple(
         MetricScores(
             name,
@@ -149,7 +196,7 @@ def score(
     version = f"{VERSION}, {chat.form.name} calls"
     items, digest = [], hashlib.sha256(f"{task.name} {version}\n".encode())
     for item, prompt in zip(task.items, prompts, strict=True):
-        hashes = list(_hashes((item.document, prompt, item.target)))
+        hashes = [_sha256(text) for text in (item.document, prompt, item.target)]
         digest.update("\n".join([str(item.number), *hashes, ""]).encode())
         items.append(Item(task.name, item.number, *(text[:16] for text in hashes)))
     reader = AnswerReader(chat.tokenizer, max_new_tokens)
@@ -166,8 +213,8 @@ def score(
     )
 
 
-def _hashes(texts: Iterable[str]) -> Iterator[str]:
-    return (hashlib.sha256(text.encode()).hexdigest() for text in texts)
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def together(parts: Sequence[TaskResults]) -> TaskResults | None:

@@ -32,7 +32,10 @@ class Nano:
         with self._lock, torch.inference_mode():
             return self.model(torch.tensor([ids])).logits[0].log_softmax(-1)
 
-    def generate(self, ids: list[int], new: int, stop: list[str], stop_ids: list[int]) -> str:
+    def generate(
+        self, ids: list[int], new: int, stop: list[str], stop_ids: list[int], plain: bool = True
+    ) -> str:
+        """`plain` leaves special tokens out."""
         ends = {*self.model.config.eos_token_id, *stop_ids}
         found: list[int] = []
         with self._lock, torch.inference_mode():
@@ -42,12 +45,12 @@ class Nano:
                 if token in ends:
                     break
                 found.append(token)
-                text = self.tokenizer.decode(found, skip_special_tokens=True)
+                text = self.tokenizer.decode(found, skip_special_tokens=plain)
                 if any(word in text for word in stop):
                     return text[: min(text.index(word) for word in stop if word in text)]
                 cache = step.past_key_values
                 step = self.model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
-        return self.tokenizer.decode(found, skip_special_tokens=True)
+        return self.tokenizer.decode(found, skip_special_tokens=plain)
 
 
 @dataclass
@@ -117,7 +120,8 @@ class Server:
         usage = {"prompt_tokens": len(ids)} if self.tells_tokens else None
         if not body.get("echo"):
             stop, stop_ids = body.get("stop", []), body.get("stop_token_ids", [])
-            text = self.nano.generate(ids, body["max_tokens"], stop, stop_ids)
+            plain = body.get("skip_special_tokens", True)
+            text = self.nano.generate(ids, body["max_tokens"], stop, stop_ids, plain)
             return {"choices": [{"index": 0, "text": text}], "usage": usage}
         table = self.nano.log_probs(ids)
         ids = [*ids, int(table[-1].argmax())]  # and the token that it generates
@@ -149,7 +153,8 @@ class Server:
             ]
         else:
             stop, stop_ids = settings.get("stop", []), settings.get("stop_token_ids", [])
-            text = self.nano.generate(ids, settings["max_new_tokens"], stop, stop_ids)
+            plain = settings.get("skip_special_tokens", True)
+            text = self.nano.generate(ids, settings["max_new_tokens"], stop, stop_ids, plain)
         reply = {"text": text, "meta_info": meta}
         return [reply] if "input_ids" in body else reply
 

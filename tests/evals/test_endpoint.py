@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 
 from halfbyte.errors import EvaluationError, UsageError
-from halfbyte.evals import endpoint
-from halfbyte.evals.endpoint import PROBE, Endpoint, OpenAI, SGLang, server_root
+from halfbyte.evals import client
+from halfbyte.evals.client import server_root
+from halfbyte.evals.endpoint import PROBE, Endpoint
+from halfbyte.evals.evaluation import Evaluation
 from halfbyte.evals.gate import gate
 from halfbyte.evals.harness import run_tasks
 from halfbyte.evals.policy import load_policy
 from halfbyte.evals.report import EvalReport, TaskResults
+from halfbyte.evals.wires import OpenAI, SGLang
 
 DEMO = Path(__file__).resolve().parents[2] / "halfbyte" / "demo"
 MODEL = DEMO / "glm-nano-fp8"
@@ -33,7 +36,7 @@ def in_process() -> TaskResults:
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds that were to be waited."""
     waits: list[float] = []
-    monkeypatch.setattr(endpoint.time, "sleep", waits.append)
+    monkeypatch.setattr(client.time, "sleep", waits.append)
     return waits
 
 
@@ -54,6 +57,13 @@ def test_every_item_scores_as_in_this_process(
     ]
     for ours, theirs in zip(found.tasks, in_process.tasks, strict=True):
         assert (ours.items, ours.metrics) == (theirs.items, theirs.metrics)
+        assert ours.tokens_sha256 == theirs.tokens_sha256
+        for answer, other in zip(ours.answers, theirs.answers, strict=True):
+            if other.choices:  # which are computed in batches here and one by one there
+                assert answer.choices == other.choices
+                assert answer.spread == pytest.approx(other.spread, abs=1e-3)
+            else:
+                assert answer == other
     assert 0 < sum(task.metrics[0].mean for task in found.tasks) < len(TASKS)
     assert server.most_at_once == 4
     settings = found.settings
@@ -251,7 +261,7 @@ def test_refusals(server: Any) -> None:
         ask(server, "glm_recall")
     server.spoil = lambda reply: b" " * 2_000_000
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(endpoint, "LARGEST_REPLY", 1 << 20)
+        patch.setattr(client, "LARGEST_REPLY", 1 << 20)
         with pytest.raises(EvaluationError, match="a reply of more than 1 MiB"):
             ask(server, "glm_recall")
     server.redirect = "http://elsewhere"
@@ -267,6 +277,24 @@ def test_refusals(server: Any) -> None:
         ask(server, "glm_recall", url=url)
 
 
+def test_what_else_is_served_is_another_evaluation(server: Any) -> None:
+    """As a store sees it, which would give the scores of the server before."""
+
+    def identity() -> Any:
+        return Evaluation(MODEL, tasks=DEMO / "tasks", engine=Endpoint(server.url)).identity()
+
+    first = identity()
+    assert identity() == first
+    assert (first["engine model"], first["engine vllm"]) == ("nano", "0.25.1")
+    server.models = ("other",)
+    assert identity() != first
+    server.models, server.limit = ("nano",), 512
+    assert identity() != first
+    server.apis = ("sglang",)
+    assert identity()["engine tp_size"] == "2"
+    assert "secret" not in str(identity())
+
+
 @pytest.mark.parametrize(
     ("url", "root"),
     [
@@ -280,7 +308,18 @@ def test_address(url: str, root: str) -> None:
     assert server_root(url) == root
 
 
-@pytest.mark.parametrize("url", ["host:8000", "ftp://host", "http://", "http://h/?a=b"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "host:8000",
+        "ftp://host",
+        "http://",
+        "http://h/?a=b",
+        "http://h:x",
+        "http://h:99999",
+        "http://[::",
+    ],
+)
 def test_what_is_no_address(url: str) -> None:
     with pytest.raises(UsageError, match="is no address of a server"):
         server_root(url)

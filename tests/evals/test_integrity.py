@@ -108,6 +108,12 @@ def test_a_baseline_at_chance_tells_nothing(right: int, chance: bool) -> None:
     assert fallen.verdict == "fail"
 
 
+def test_a_baseline_without_a_right_answer_tells_nothing() -> None:
+    for right, defective in ((0, 1), (1, 0)):
+        pair = report(texts(50, "a"), right), report(texts(50, "b"), 0, "other")
+        assert len(list(defects(*pair, POLICY))) == defective
+
+
 @pytest.mark.parametrize(
     ("answers", "identical"),
     [

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from halfbyte.cli import main
 from halfbyte.errors import EvaluationError
 from halfbyte.evals.asking import as_done, batches
-from halfbyte.evals.kept import Answer, KeptAnswers, keep_answers, kept_path, question_keys
+from halfbyte.evals.kept import KeptAnswers, RawAnswer, keep_answers, kept_path, question_keys
 from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.progress import SilentProgress
 
@@ -40,7 +40,7 @@ class Notes(SilentProgress):
         self.notes.append(message)
 
 
-BATCHES: list[dict[str, Answer]] = [
+BATCHES: list[dict[str, RawAnswer]] = [
     {"a": "text \n", "b": (-1 / 3, True)},
     {"c": (-7.0, False)},
     {"d": "", "e": "é"},
@@ -53,7 +53,7 @@ def write(path: Path, identity: dict[str, Any]) -> None:
             kept.add(list(batch), list(batch.values()))
 
 
-def read(path: Path, identity: dict[str, Any]) -> dict[str, Answer]:
+def read(path: Path, identity: dict[str, Any]) -> dict[str, RawAnswer]:
     with keep_answers(path, identity, SILENT) as kept:
         return {key: found for key in "abcdef" if (found := kept.get(key)) is not None}
 

@@ -81,6 +81,12 @@ def test_format_is_the_templates_own() -> None:
             "</tool_call>",
             [Call("weather", {"city": "3", "at": [1, "b"], "unit": "C"})],
         ),
+        (
+            "G",
+            "<tool_call>weather<arg_key>city</arg_key><arg_value> </arg_value>"
+            "<arg_key>days</arg_key><arg_value> 3\n</arg_value></tool_call>",
+            [Call("weather", {"city": " ", "days": 3})],
+        ),
         ("G", "<tool_call>now</tool_call>", [Call("now", {})]),
         ("G", "<tool_call>now<arg_key>a</arg_key></tool_call>", [None]),
         ("G", "<tool_call>now<arg_key>a</arg_key>x<arg_value>1</arg_value></tool_call>", [None]),

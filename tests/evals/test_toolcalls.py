@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,15 +15,16 @@ from halfbyte.cli import main
 from halfbyte.errors import EvaluationError
 from halfbyte.evals.gate import gate
 from halfbyte.evals.harness import run_tasks
+from halfbyte.evals.kept import kept_path
 from halfbyte.evals.policy import load_policy
 from halfbyte.evals.report import EvalReport, TaskResults, TaskSettings
 from halfbyte.evals.tool_files import read_tool_tasks
-from halfbyte.evals.toolcalls import ToolChat, run_tool_calls, score, together
+from halfbyte.evals.toolcalls import ToolChat, run_tool_calls, scored, together
 
 DEMO = Path(__file__).resolve().parents[2] / "halfbyte" / "demo"
 MODEL = DEMO / "glm-nano-fp8"
 CALLS = DEMO / "tasks" / "tool_call.jsonl"
-LIMIT = 12
+LIMIT = 8
 
 GLM_TEMPLATE = """[gMASK]<sop>{% for t in tools %}{{ t | tojson }}{% endfor %}
 <tool_call>{name}<arg_key>{key}</arg_key><arg_value>{value}</arg_value></tool_call>
@@ -32,11 +34,11 @@ GLM_TEMPLATE = """[gMASK]<sop>{% for t in tools %}{{ t | tojson }}{% endfor %}
 
 @pytest.fixture(scope="module")
 def ours() -> TaskResults:
-    return run_tool_calls(MODEL, CALLS, limit=LIMIT, batch_size=6)
+    return run_tool_calls(MODEL, CALLS, limit=LIMIT, batch_size=8)
 
 
 def test_every_item_scores_as_in_lm_eval(ours: TaskResults) -> None:
-    lm_eval = run_tasks(MODEL, DEMO / "tasks", ["glm_tool_call"], limit=LIMIT, batch_size=6)
+    lm_eval = run_tasks(MODEL, DEMO / "tasks", ["glm_tool_call"], limit=LIMIT, batch_size=8)
     (found,), (expected,) = ours.tasks, lm_eval.tasks
     assert [item.prompt for item in found.items] == [item.prompt for item in expected.items]
     values = {metric.metric: metric.values for metric in found.metrics}
@@ -48,28 +50,24 @@ def test_every_item_scores_as_in_lm_eval(ours: TaskResults) -> None:
     assert [task.name for task in both.tasks] == ["glm_tool_call", "tool_call"]
 
 
-def test_command_saves_them_for_the_gate(tmp_path: Path, ours: TaskResults) -> None:
-    saved = tmp_path / "calls.json"
-    words = ["eval", MODEL, "--tool-calls", CALLS, "--limit", 2, "-q", "-o", saved]
-    assert main([str(word) for word in words]) == 0
+@pytest.mark.parametrize("api", ["openai", "sglang"])
+def test_server_calls_as_this_process_does(
+    server: Any, ours: TaskResults, tmp_path: Path, api: str
+) -> None:
+    server.apis = (api,)
+    saved, calls = tmp_path / "calls.json", ["--tool-calls", CALLS, "--limit", LIMIT]
+    words = ["eval", MODEL, *calls, "--endpoint", server.url, "-q", "-o", saved]
+    # The answers that were given before the server failed are not asked for again.
+    server.refusals = []
+    server.on_question = lambda: len(server.questions) == 5 and server.refusals.append(400)
+    assert main([str(word) for word in [*words, "--batch-size", 1]]) == 1
+    assert len(kept_path(saved).read_bytes().splitlines()) == 1 + 5
+    assert main([str(word) for word in [*words, "--batch-size", 1]]) == 0
+    assert len(server.questions) == LIMIT
     found = EvalReport.read(saved).tasks
     assert found is not None
-    assert found.tasks[0].items == ours.tasks[0].items[:2]
-    assert found.settings.limit == 2
-
-
-class Written:
-    """A generator whose answers are written beforehand."""
-
-    def __init__(self, answers: Sequence[str]) -> None:
-        self.answers = list(answers)
-        self.stop: Sequence[str] = ()
-
-    def generate(
-        self, prompts: Sequence[str], max_new_tokens: int, stop: Sequence[str]
-    ) -> list[str]:
-        self.stop = stop
-        return self.answers[: len(prompts)]
+    assert found.settings.backend == f"{api} endpoint"
+    assert found.tasks == ours.tasks
 
 
 def report(tmp_path: Path, answers: Sequence[str]) -> EvalReport:
@@ -79,12 +77,11 @@ def report(tmp_path: Path, answers: Sequence[str]) -> EvalReport:
     path = tmp_path / "calls.jsonl"
     path.write_text("\n".join([*lines, silent]))
     chat = ToolChat.of(MODEL, load_tokenizer(MODEL))
-    generators = Written(answers[:2]), Written(answers[2:])
+    assert chat.stop == ("<|endoftext|>", "<|user|>", "<|observation|>")
     scores = tuple(
-        score(task, [chat.prompt(item) for item in task.items], generator, chat, 64)
-        for task, generator in zip(read_tool_tasks(path).tasks, generators, strict=True)
+        scored(task, chat.prompts(task), texts, chat, 512)
+        for task, texts in zip(read_tool_tasks(path).tasks, (answers[:2], answers[2:]), strict=True)
     )
-    assert generators[0].stop == ("<|endoftext|>", "<|user|>", "<|observation|>")
     settings = TaskSettings(None, 1, 1024, "float32", {})
     return EvalReport("model", "fingerprint", None, TaskResults(settings, scores))
 
@@ -121,7 +118,7 @@ def test_chat_is_the_checkpoints_own(tmp_path: Path) -> None:
     folder = model_with(tmp_path / "glm", chat_template__jinja=GLM_TEMPLATE)
     chat = ToolChat.of(folder, load_tokenizer(folder))
     (task,) = read_tool_tasks(CALLS).tasks
-    prompt = chat.prompt(task.items[0])
+    prompt = chat.prompts(task)[0]
     assert chat.form.name == "GLM"
     assert prompt.endswith("<|assistant|></think>")  # thinking is switched off
     assert json.loads(prompt.split("<sop>")[1].split("\n")[0].split("}{")[0] + "}")["function"]
@@ -136,11 +133,11 @@ def test_chat_is_the_checkpoints_own(tmp_path: Path) -> None:
         ({"generation_config__json": "[" * 100_000}, "generation_config.json: not JSON"),
         (
             {"chat_template__jinja": GLM_TEMPLATE.replace("t | tojson", "t.type")},
-            "item 0: the chat template leaves out the function set_alarm",
+            "task tool_call, item 0: the chat template leaves out the function set_alarm",
         ),
         (
             {"chat_template__jinja": GLM_TEMPLATE + "{{ raise_exception('no') }}"},
-            "item 0: the chat template fails: no",
+            "task tool_call, item 0: the chat template fails: no",
         ),
     ],
 )
@@ -150,9 +147,13 @@ def test_checkpoints_that_cannot_be_asked(
     folder = model_with(tmp_path / "model", **files)
     (task,) = read_tool_tasks(CALLS).tasks
     with pytest.raises(EvaluationError, match=says):
-        ToolChat.of(folder, load_tokenizer(folder)).prompt(task.items[0])
+        ToolChat.of(folder, load_tokenizer(folder)).prompts(task)
 
 
 def test_answer_needs_room() -> None:
-    with pytest.raises(EvaluationError, match="with 900 of an answer that is more than the max"):
+    with pytest.raises(
+        EvaluationError, match=r"prompt 1 of 1 has .* with 900 of an answer that is more"
+    ):
         run_tool_calls(MODEL, CALLS, limit=1, max_new_tokens=900)
+    with pytest.raises(EvaluationError, match="a limit of 0 items"):
+        run_tool_calls(MODEL, CALLS, limit=0)
