@@ -49,7 +49,7 @@ def report(
 
     The page needs no network and no server.
     """
-    from halfbyte.evals.report import EvalReport
+    from halfbyte.evals.report import EvalReport, require_evaluation_of
     from halfbyte.formats.files import write_atomic
     from halfbyte.formats.folder import PAGE_FILE
     from halfbyte.report.output import read_output
@@ -60,7 +60,10 @@ def report(
     if path.is_dir():
         raise UsageError(f"-o {path} is a folder", hint="name a file: -o report.html")
     measured = None if evaluation is None else EvalReport.read(evaluation)
-    made = page(read_output(folder, gate), measured)
+    found = read_output(folder, gate)
+    if measured is not None:
+        require_evaluation_of(folder, measured)
+    made = page(found, measured)
     try:
         write_atomic(path, made.encode())
     except OSError as error:

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 from halfbyte.core import Checkpoint, fingerprint
 from halfbyte.errors import EvaluationError
 from halfbyte.evals.record import decode, encode
+from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.files import write_atomic
 
 EVALUATION_SCHEMA = 2
@@ -286,6 +287,17 @@ class EvalReport:
             return cls.from_json(record)
         except EvaluationError as error:
             raise EvaluationError(f"{path}: {error}", hint=error.hint) from error
+
+
+def require_evaluation_of(folder: Path, report: EvalReport) -> None:
+    """Raises EvaluationError when `report` measured another checkpoint than that in `folder`."""
+    found = checkpoint_fingerprint(open_checkpoint(folder))
+    if report.fingerprint != found:
+        raise EvaluationError(
+            f"the evaluation is of {report.checkpoint}, which is or was another checkpoint than"
+            f" {folder}: fingerprint {report.fingerprint:.12}, not {found:.12}",
+            hint=f"quantize eval {folder} --text heldout.jsonl --baseline SOURCE -o FILE",
+        )
 
 
 def checkpoint_fingerprint(checkpoint: Checkpoint) -> str:

@@ -19,7 +19,7 @@ MAX_VALUE = 200
 """Characters of a value of the card; longer ones are left out."""
 
 _REVISION = re.compile(r"[0-9a-f]{40}")
-_CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
+_CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)", re.ASCII)
 """Folder of a repository in the cache of huggingface_hub; its snapshots are named by commit."""
 
 

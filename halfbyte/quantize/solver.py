@@ -312,8 +312,9 @@ def _peaks(weights: torch.Tensor, square: torch.Tensor, parts: Sequence[int]) ->
     low, high = weights.aminmax(dim=-1)  # unlike abs(), no second copy of the weights
     largest = torch.maximum(-low, high).double()
     peaks = torch.stack([part.amax(1) for part in largest.split(tuple(parts), dim=1)], dim=1)
-    count = torch.tensor(parts, device=square.device) * weights.shape[-1]
-    return peaks / (square / count).sqrt().where(square > 0, torch.inf)
+    counts = [height * weights.shape[-1] for height in parts]
+    means = torch.stack([square[:, i] / count for i, count in enumerate(counts)], dim=1)
+    return peaks / means.sqrt().where(square > 0, torch.inf)
 
 
 def _true(flags: list[list[bool]], parts: Sequence[int]) -> list[tuple[int, slice]]:

@@ -36,7 +36,7 @@ METHODS = {
     "rtn": "rounding to nearest",
 }
 RUNGS = {
-    "routed": "on the tokens routed to them alone",
+    "routed": "on the tokens that reach them, and no others",
     "blended": "on their own tokens, topped up with others of the layer",
     "all-tokens": "on all tokens of the layer, for want of their own",
     "weights-only": "without data",
@@ -45,19 +45,19 @@ RUNGS = {
 
 
 def write_card(folder: Path, output: Output, *, replace: bool = True) -> Path:
-    """Write the card of a folder into it; without `replace` one that is there stays.
+    """Write the card of a folder into it; without `replace` a README.md that is there stays.
 
-    Raises OutputError when the folder holds a README.md that is not ours.
+    With it, raises OutputError when the folder holds a README.md that is not ours.
     """
     path = folder / CARD_FILE
     if path.exists() or path.is_symlink():
+        if not replace:
+            return path
         if not is_our_card(path):
             raise OutputError(
                 f"{path} is not a card that halfbyte wrote, so it is not replaced",
-                hint=f"move it away: mv {path} {path}.old",
+                hint=shlex.join(["mv", str(path), f"{path}.old"]),
             )
-        if not replace:
-            return path
     try:
         write_atomic(path, model_card(output).encode())
     except OSError as error:
@@ -113,7 +113,15 @@ def _summary(output: Output) -> str:
         f"{_source(report.origin)}, with {made}: {format_bytes(report.bytes_in)} become"
         f" {format_bytes(report.bytes_out)}. The format is compressed-tensors `pack-quantized`."
         f" Made with halfbyte {escape(report.versions.get('halfbyte', ''))}.\n"
+        f"\n{_license(report.origin)}\n"
     )
+
+
+def _license(origin: Origin) -> str:
+    if origin.license is None:
+        return "The folder of the source names no licence; that of the source holds here too."
+    name = origin.license_name or origin.license
+    return f"Licence: {escape(name)}, that of the source."
 
 
 def _source(origin: Origin) -> str:
@@ -176,8 +184,8 @@ def _accuracy(gate: Gate | None, output: Output) -> str:
     if gate.mean is not None:
         said.append(f"Mean change in points: {points(gate.mean)}.")
     text = "## Accuracy\n\n" + " ".join(said) + "\n\n"
-    if gate.reasons:
-        text += "\n".join(f"- {escape(r)}" for r in gate.reasons[:ROWS_SHOWN]) + "\n\n"
+    if notes := [*gate.reasons, *gate.remarks][:ROWS_SHOWN]:
+        text += "\n".join(f"- {escape(note)}" for note in notes) + "\n\n"
     if gate.rows:
         limits = f"{100 * (2 * gate.confidence - 1):g} % interval"
         head = ["task", "metric", "items", "source %", "INT4 %", f"points ({limits})", "lost : won"]

@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from halfbyte.report.axis import Scale, is_decade, logarithmic, round_step, short
 from halfbyte.report.html import Html, data, element, joined
 from halfbyte.report.linears import quantile
 
 SHADES = 9
 """Classes of colour of a map, from few to many."""
-CATEGORIES = 7
-"""Colours of things that have no order."""
+CATEGORIES = 6
+"""Colours of things that have no order, besides the grey of "other"."""
 
 WIDTH = 1000
 """Units across a plot: about as many as pixels, since far from that strokes are drawn blurred."""
@@ -26,84 +27,6 @@ DOTS = 40
 """Places up to which each is drawn by itself."""
 
 Format = Callable[[float], str]
-
-
-@dataclass(frozen=True)
-class Scale:
-    """Where a value lies between the ends of an axis, linear or logarithmic."""
-
-    low: float
-    high: float
-    logarithmic: bool = False
-
-    def at(self, value: float) -> float:
-        """From 0 to 1; what lies outside lies on the end."""
-        low, high, value = (self._on_axis(number) for number in (self.low, self.high, value))
-        return min(1.0, max(0.0, (value - low) / (high - low))) if high > low else 0.5
-
-    def value(self, at: float) -> float:
-        """The inverse of `at`."""
-        low, high = self._on_axis(self.low), self._on_axis(self.high)
-        number = low + at * (high - low)
-        return 10**number if self.logarithmic else number
-
-    def _on_axis(self, value: float) -> float:
-        return math.log10(max(value, 1e-300)) if self.logarithmic else value
-
-    def ticks(self) -> list[float]:
-        """Round numbers on the axis, a handful."""
-        if self.logarithmic:
-            return _decades(self.low, self.high)
-        step = _round_step(self.high - self.low)
-        first = math.ceil(self.low / step - 1e-9)
-        last = math.floor(self.high / step + 1e-9)
-        return [round(number * step, 12) for number in range(first, last + 1)]
-
-
-def logarithmic(values: Sequence[float]) -> Scale:
-    """An axis for values that are positive; others lie on its lower end."""
-    positive = [value for value in values if value > 0] or [1.0]
-    low, high = min(positive), max(positive)
-    # At least half a decade, or noise would look like a difference.
-    spread = max(0.0, 0.5 - math.log10(high / low)) / 2
-    return Scale(low / 10**spread, high * 10**spread, logarithmic=True)
-
-
-def _is_decade(value: float) -> bool:
-    power = math.log10(value)
-    return abs(power - round(power)) < 1e-9
-
-
-def _decades(low: float, high: float) -> list[float]:
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)):
-        every = max(1, (last - first) // 5) if steps == (1,) else 1
-        found = [m * 10.0**power for power in range(first, last + 1, every) for m in steps]
-        shown = [float(f"{v:.6g}") for v in found if low * 0.999 <= v <= high * 1.001]
-        if len(shown) >= 3:
-            break
-    return shown
-
-
-def _round_step(extent: float, most: int = 5) -> float:
-    """The least of 1, 2, 5, 10, ... of some power that cuts an extent into few pieces."""
-    rough = max(extent, 1e-12) / most
-    power = 10.0 ** math.floor(math.log10(rough))
-    return next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
-
-
-def short(value: float) -> str:
-    """A number of about three digits: "0.0042", "1.2e-06", "7,390", "310k"."""
-    if value == 0:
-        return "0"
-    size = abs(value)
-    if size >= 1e6:
-        return f"{value / 1e6:.3g}M"
-    if size >= 1e4:
-        return f"{value / 1e3:.3g}k"
-    if size >= 1e2:
-        return f"{value:,.0f}"
-    return f"{value:.3g}" if size >= 1e-4 else f"{value:.2g}"
 
 
 # Maps.
@@ -201,12 +124,19 @@ def line_plot(
     places: Sequence[str],
     lines: Sequence[Line],
     band: tuple[Sequence[float], Sequence[float]] | None = None,
+    *,
+    from_zero: Format | None = None,
 ) -> Html:
-    """Lines over places, on a logarithmic axis, and behind them bars from a low to a high value."""
+    """Lines over places, and behind them bars from a low to a high value.
+
+    The axis is logarithmic, or with `from_zero`, which writes its numbers, linear.
+    """
     shown = [v for line in lines for v in line.values if v is not None]
     if band is not None:
         shown += [v for side in band for v in side]
     scale = logarithmic(shown)
+    if from_zero is not None:
+        scale = Scale(0.0, 1.05 * max([*shown, 1e-12]))
     parts = []
     if band is not None:
         parts.append(_band(*band, scale))
@@ -222,7 +152,8 @@ def line_plot(
             dots = "".join(f"M{point}h0" for point in points)
             if len(points) <= DOTS:
                 parts.append(element("path", d=dots, class_=f"dots {line.style}"))
-    return _framed(title, places, parts, scale, lines_label(lines), short)
+    written = from_zero or short
+    return _framed(title, places, parts, scale, lines_label(lines, written), written)
 
 
 def _band(low: Sequence[float], high: Sequence[float], scale: Scale) -> Html:
@@ -239,10 +170,10 @@ def _band(low: Sequence[float], high: Sequence[float], scale: Scale) -> Html:
     return element("path", d=f"M{'L'.join(around)}z", class_="area")
 
 
-def lines_label(lines: Sequence[Line]) -> str:
+def lines_label(lines: Sequence[Line], written: Format) -> str:
     """What a plot shows, in words."""
     ends = [
-        f"{line.label} {short(min(known))} to {short(max(known))}"
+        f"{line.label} {written(min(known))} to {written(max(known))}"
         for line in lines
         if (known := [value for value in line.values if value is not None])
     ]
@@ -265,7 +196,7 @@ def stacked_bars(
             hint = f"{places[i]}: {name} {written(value)}"
             bars.append(_bar(i, len(places), base[i] / scale.high, value / scale.high, hint))
             base[i] += value
-        parts.append(element("g", *bars, class_=f"c{number % CATEGORIES}"))
+        parts.append(element("g", *bars, class_=_colour(number, name)))
     label = "; ".join(f"{name} {written(sum(values))}" for name, values in series.items())
     return joined([_framed(title, places, parts, scale, label, written), categories(list(series))])
 
@@ -286,7 +217,7 @@ def histogram(title: str, edges: Sequence[float], counts: Sequence[int], unit: s
     marks = [
         (short(edges[i]), (place + 1) / len(bins))
         for place, i in enumerate(bins)
-        if i < len(edges) - 1 and _is_decade(edges[i])
+        if i < len(edges) - 1 and is_decade(edges[i])
     ]
     marks = marks[:: max(1, math.ceil(len(marks) / 5))]  # what a small screen has room for
     label = f"{total:,} tokens from {short(edges[max(0, bins[0] - 1)])} {unit} on"
@@ -320,14 +251,11 @@ def axis(scale: Scale) -> Html:
     return element("div", _below(marks), class_="axis")
 
 
-def lines_key(*, rounding: bool) -> Html:
-    """The legend of line plots over layers."""
-    shown = [("main", "median of a layer"), ("band", "least to most")]
-    if rounding:
-        shown.insert(1, ("other", "median by rounding alone"))
+def lines_key(**styles: str) -> Html:
+    """The legend of line plots: a style, and what is drawn in it."""
     keys = [
         element("span", element("span", class_=f"stroke {style}"), text, class_="key")
-        for style, text in shown
+        for style, text in styles.items()
     ]
     return element("p", *keys, class_="legend")
 
@@ -348,11 +276,15 @@ def categories(names: Sequence[str]) -> Html:
     return element(
         "p",
         *(
-            element("span", element("span", class_=f"box c{i % CATEGORIES}"), name, class_="key")
+            element("span", element("span", class_=f"box {_colour(i, name)}"), name, class_="key")
             for i, name in enumerate(names)
         ),
         class_="legend",
     )
+
+
+def _colour(number: int, name: str) -> str:
+    return f"c{CATEGORIES}" if name == "other" else f"c{number % CATEGORIES}"
 
 
 def _framed(
@@ -412,7 +344,7 @@ def _middle(place: int, places: int) -> float:
 
 def _named(places: Sequence[str], most: int) -> list[tuple[str, float]]:
     """Some of the places, `most` or few more, and where they are; of numbers the round ones."""
-    step = max(1, math.ceil(_round_step(len(places), max(1, most)))) if len(places) > most else 1
+    step = max(1, math.ceil(round_step(len(places), max(1, most)))) if len(places) > most else 1
     chosen = [i for i, place in enumerate(places) if place.isdecimal() and int(place) % step == 0]
     if step == 1 or not chosen:
         chosen = list(range(0, len(places), step))

@@ -89,6 +89,7 @@ def data(record: Any, name: str) -> Html:
 
 
 def section(title: str, lead: str | None, *children: str) -> Html:
+    """A part of the page with a heading and a sentence or two on what it shows."""
     start = [element("h2", title)]
     if lead is not None:
         start.append(element("p", lead, class_="lead"))
@@ -101,4 +102,5 @@ def missing(title: str, what: str, *lines: str) -> Html:
 
 
 def percent(part: float, whole: float) -> str:
+    """A share: "12.5 %"; a dash where there is nothing to share."""
     return f"{100 * part / whole:.1f} %" if whole else "-"

@@ -6,9 +6,10 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from halfbyte.core import LinearReport, Rung
+from halfbyte.core import LinearReport, Rung, ScaledInput
+from halfbyte.report.axis import short
 from halfbyte.report.card import RUNGS
-from halfbyte.report.charts import Cells, Line, heat_map, line_plot, lines_key, short, stacked_bars
+from halfbyte.report.charts import Cells, Line, heat_map, line_plot, lines_key, stacked_bars
 from halfbyte.report.html import (
     ROWS_SHOWN,
     Html,
@@ -29,10 +30,12 @@ from halfbyte.report.linears import (
 )
 from halfbyte.report.output import Output
 
+BAND = "least to most"
 LADDER: tuple[Rung, ...] = ("routed", "blended", "all-tokens", "weights-only")
 
 
 def errors(output: Output) -> Html:
+    """Of each expert as a map, of each layer as lines, of each kind of linear as a table."""
     report = output.report
     if not report.linears:
         return section("Error", "Nothing was quantized.")
@@ -48,7 +51,10 @@ def errors(output: Output) -> Html:
         parts.append(heat_map("error", grid.error_cells(), "mean error of an expert's linears"))
     kinds = by_kind(report.linears)
     plots = [_error_plot(kind, members, report.settings.method) for kind, members in kinds.items()]
-    parts.append(lines_key(rounding=report.settings.method != "rtn"))
+    styles = {"main": "median of a layer", "other": "median by rounding alone", "band": BAND}
+    if report.settings.method == "rtn":
+        del styles["other"]
+    parts.append(lines_key(**styles))
     parts.append(element("div", *plots, class_="plots"))
     rows = [
         [
@@ -200,6 +206,7 @@ def _three(value: float) -> float:
 
 
 def coverage(output: Output) -> Html:
+    """How many tokens reached each expert, and what linears were calibrated on therefore."""
     report = output.report
     if report.settings.method == "rtn":
         name = shlex.quote(report.origin.name)
@@ -256,29 +263,23 @@ def _token_table(tokens: dict[tuple[int, int], int]) -> Html:
 
 
 def scales(output: Output) -> Html:
+    """Sizes of scales and of outliers, by kind of linear and layer, and what AWQ scaled."""
     linears = output.report.linears
     if not linears:
         return section("Scales and outliers", "Nothing was quantized.")
-    plots = []
+    sizes, peaks = [], []
     for kind, members in by_kind(linears).items():
         layers, groups = _by_layer(members)
         means = [median([n.mean_scale for n in group]) for group in groups]
-        band = (
+        ends = (
             [min(n.smallest_scale for n in group) for group in groups],
             [max(n.largest_scale for n in group) for group in groups],
         )
-        plots.append(
-            line_plot(f"{kind}, scales", layers, [Line("median of means", means, "main")], band)
-        )
-        peaks = [[n.peak for n in group] for group in groups]
-        plots.append(
-            line_plot(
-                f"{kind}, peak over root mean square",
-                layers,
-                [Line("median", [median(group) for group in peaks], "main")],
-                ([min(group) for group in peaks], [max(group) for group in peaks]),
-            )
-        )
+        sizes.append(line_plot(kind, layers, [Line("median of means", means, "main")], ends))
+        found = [[n.peak for n in group] for group in groups]
+        middle = Line("median", [median(group) for group in found], "main")
+        ends = [min(group) for group in found], [max(group) for group in found]
+        peaks.append(line_plot(kind, layers, [middle], ends))
     rows = [
         [
             kind,
@@ -291,11 +292,40 @@ def scales(output: Output) -> Html:
         for kind, members in list(by_kind(linears).items())[:ROWS_SHOWN]
     ]
     head = ["linear", "smallest scale", "median of means", "largest", "median peak", "largest peak"]
+    scaled = [_scaled_inputs(output.report.scaled)] if output.report.scaled else []
     return section(
         "Scales and outliers",
         "Sizes of the groups' scales, and how far the largest weight of a linear stands out from"
-        " their root mean square.",
-        lines_key(rounding=False),
-        element("div", *plots, class_="plots"),
+        " their root mean square (RMS).",
+        lines_key(main="median of a layer", band=BAND),
+        element("h3", "Scales by layer"),
+        element("div", *sizes, class_="plots"),
+        element("h3", "Largest weight over RMS, by layer"),
+        element("div", *peaks, class_="plots"),
         table("Scales by kind of linear", head, rows, numbers=range(1, 6), spare=(2, 4)),
+        *scaled,
     )
+
+
+def _scaled_inputs(inputs: Sequence[ScaledInput]) -> Html:
+    """What AWQ did to the inputs of linears, by what makes them."""
+    kinds: dict[str, list[ScaledInput]] = {}
+    for one in inputs:
+        kinds.setdefault(one.name.rpartition(".")[2], []).append(one)
+    rows = []
+    for kind, members in list(kinds.items())[:ROWS_SHOWN]:
+        changed = [one for one in members if one.exponent is not None]
+        exponents = [one.exponent for one in changed if one.exponent is not None]
+        rows.append(
+            [
+                kind,
+                f"{len(members):,}",
+                f"{len(changed):,}",
+                short(median(exponents)) if changed else "-",
+                short(median([one.gain for one in changed])) if changed else "-",
+                short(min(one.smallest for one in members)),
+                short(max(one.largest for one in members)),
+            ]
+        )
+    head = ["made by", "inputs", "scaled", "median exponent", "error left", "smallest", "largest"]
+    return table("Inputs that AWQ scaled", head, rows, numbers=range(1, 7), spare=(3, 5, 6))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -25,6 +26,8 @@ MAX_FILE_BYTES = 512 << 20
 """Of one JSON file; the report on GLM-5.2's 57,600 linears takes 30 MB."""
 
 
+REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+"""What becomes part of a link."""
 LARGEST = 1e30
 """Numbers beyond it stand for nothing, and some arithmetic does not survive them."""
 
@@ -61,6 +64,8 @@ class Gate:
 
     verdict: str
     reasons: tuple[str, ...]
+    remarks: tuple[str, ...]
+    """What to know beside it, whatever the verdict is."""
     policy: str
     description: str
     paired: bool
@@ -217,6 +222,7 @@ def _gate(record: Mapping[str, Any]) -> Gate:
     return Gate(
         verdict=_text(record["verdict"]),
         reasons=tuple(map(_text, record["reasons"])),
+        remarks=tuple(map(_text, record["remarks"])),
         policy=_text(policy["name"]),
         description=_text(policy["description"]),
         paired=policy["rule"] == "paired",
@@ -259,16 +265,21 @@ def _check(report: RunReport) -> None:
     for value in (*origin, *report.origin.language):
         if value is not None:
             _text(value)
+    if report.origin.repo is not None and not REPOSITORY.fullmatch(report.origin.repo):
+        raise ValueError(f"{report.origin.repo!r:.80} is not a repository")
     for rule in report.rules:
         _fields(rule, {"scheme"})
     for linear in report.linears:
         _fields(linear, {"fallback"})
+    for scaled in report.scaled:
+        _fields(scaled, {"exponent"})
 
 
 _TEXT = {
     "name", "scheme", "rung", "fallback",
     "pattern", "action", "reason",
     "method", "engine", "scale_search", "expert_hessian", "dtype", "device", "calibration_sha256",
+    "powers",
 }  # fmt: skip
 
 

@@ -15,15 +15,15 @@ from importlib import resources
 from halfbyte.core import LinearReport
 from halfbyte.evals.report import EvalReport
 from halfbyte.report import commands
+from halfbyte.report.axis import short
 from halfbyte.report.card import METHODS, points
-from halfbyte.report.charts import share_bar, short, stacked_bars
+from halfbyte.report.charts import share_bar
 from halfbyte.report.html import (
     ROWS_SHOWN,
     Html,
     details,
     element,
     joined,
-    missing,
     percent,
     section,
     table,
@@ -32,7 +32,8 @@ from halfbyte.report.layers import coverage, errors, scales
 from halfbyte.report.linears import median
 from halfbyte.report.output import Gate, Output
 from halfbyte.report.quality import accuracy, divergence
-from halfbyte.units import format_bytes, format_gib, format_seconds
+from halfbyte.report.timing import run
+from halfbyte.units import format_bytes, format_gib
 
 
 def page(output: Output, evaluation: EvalReport | None = None) -> str:
@@ -52,7 +53,7 @@ def page(output: Output, evaluation: EvalReport | None = None) -> str:
         errors(output),
         coverage(output),
         scales(output),
-        _run(output),
+        run(output),
         _making(output),
     )
     head = element(
@@ -224,59 +225,6 @@ def _sizes(output: Output) -> Html:
 def _stored(action: str, scheme: str | None) -> str:
     kept = {"dequantize": "BF16", "copy": "unchanged", "drop": "left out"}
     return scheme or kept.get(action, action)
-
-
-def _run(output: Output) -> Html:
-    times = output.times
-    if times is None:
-        return missing(
-            "Run",
-            "What the run took is not in this folder; the command line stores it there.",
-            commands.quantize_command(output.report, output.name),
-        )
-    planned = times.planned
-    phases = times.phases()
-    main = list(phases)[:6]
-    lead = (
-        f"{format_seconds(times.seconds)} from its last start"
-        f"{f' in {planned.ranks} processes' if planned.ranks > 1 else ''};"
-        f" {format_seconds(planned.seconds)} were planned."
-    )
-    units = [unit.unit.removeprefix("layers.") for unit in times.units]
-    if phases:
-        series = {name: [u.phases.get(name, 0.0) for u in times.units] for name in main}
-        series = {name: values for name, values in series.items() if name != "other"}
-        rest = [
-            max(0.0, u.seconds - sum(values[i] for values in series.values()))
-            for i, u in enumerate(times.units)
-        ]
-        series["other"] = rest
-    else:
-        series = {"seconds": [u.seconds for u in times.units]}
-    bars = stacked_bars("Seconds of each unit", units, series, lambda v: f"{short(v)} s")
-    rows = [["host memory, peak", format_gib(planned.host), format_gib(times.host),
-             percent(times.host, planned.host)]]  # fmt: skip
-    if planned.gpu or times.gpu:
-        rows.append(["GPU memory, peak", format_gib(planned.gpu), format_gib(times.gpu),
-                     percent(times.gpu, planned.gpu)])  # fmt: skip
-    spent = [unit.seconds for unit in times.units]
-    rows.append(["time of all units", format_seconds(planned.seconds), format_seconds(sum(spent)),
-                 percent(sum(spent), planned.seconds)])  # fmt: skip
-    parts: list[str] = [
-        element("div", bars, class_="wide"),
-        table(
-            "Planned and measured", ["", "planned", "measured", "of it"], rows, numbers=(1, 2, 3)
-        ),
-    ]
-    if phases:
-        each = [[name, format_seconds(seconds), percent(seconds, sum(phases.values()))]
-                for name, seconds in phases.items()]  # fmt: skip
-        parts.append(
-            details(
-                "Phases", table("Time by phase", ["phase", "time", "share"], each, numbers=(1, 2))
-            )
-        )
-    return section("Run", lead, *parts)
 
 
 def _making(output: Output) -> Html:

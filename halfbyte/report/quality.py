@@ -7,13 +7,15 @@ from collections.abc import Sequence
 
 from halfbyte.evals.report import Divergence, EvalReport, WorstToken
 from halfbyte.report import commands
+from halfbyte.report.axis import Scale
 from halfbyte.report.card import allowance, points
-from halfbyte.report.charts import Scale, axis, histogram, interval
+from halfbyte.report.charts import axis, histogram, interval
 from halfbyte.report.html import ROWS_SHOWN, Html, element, joined, missing, section, table
 from halfbyte.report.output import Change, Gate, Output
 
 
 def accuracy(output: Output) -> Html:
+    """The verdict of the gate, with the interval of each metric."""
     gate = output.gate
     if gate is None:
         return missing(
@@ -23,8 +25,8 @@ def accuracy(output: Output) -> Html:
             f"quantize report {shlex.quote(output.name)} --gate gate.json",
         )
     lead = f"Verdict: {gate.verdict}. {allowance(gate)}."
-    reasons = element("ul", *(element("li", reason) for reason in gate.reasons[:ROWS_SHOWN]))
-    children = [reasons] if gate.reasons else []
+    said = [*gate.reasons, *gate.remarks][:ROWS_SHOWN]
+    children = [element("ul", *(element("li", line) for line in said))] if said else []
     if gate.rows:
         children.append(_forest(gate))
     return section("Accuracy", lead, *children)
@@ -71,6 +73,7 @@ def _badge(verdict: str | None) -> Html:
 
 
 def divergence(output: Output, evaluation: EvalReport | None) -> Html:
+    """The KL divergence from the source: how it is distributed, and where it is worst."""
     text = evaluation.text if evaluation is not None else None
     if text is None or text.divergence is None:
         source, name = shlex.quote(output.report.origin.name), shlex.quote(output.name)

@@ -81,6 +81,7 @@ VERDICT: dict[str, Any] = {
     "schema_version": 1,
     "verdict": "inconclusive",
     "reasons": ["recall may drop by up to 2.31 points, 2 are allowed"],
+    "remarks": ["the text was not measured"],
     "policy": {
         "name": "default",
         "description": "paired",

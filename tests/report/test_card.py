@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
+from typer.testing import CliRunner
 
-from halfbyte.cli import main
+from halfbyte.cli import app, insert_run, main
 from halfbyte.core import Origin
 from halfbyte.errors import CheckpointError, EvaluationError, OutputError
+from halfbyte.evals.gate import GateRow, GateVerdict
+from halfbyte.evals.policy import load_policy
+from halfbyte.evals.statistics import Interval
 from halfbyte.formats.folder import REPORT_FILE
 from halfbyte.report.card import block, code, escape, model_card, write_card
 from halfbyte.report.output import read_output
@@ -42,9 +50,17 @@ def test_front_matter_is_of_the_source_and_of_the_run(make_output: MakeOutput) -
     }
 
 
+def test_the_hub_reads_the_front_matter(make_output: MakeOutput) -> None:
+    data = ModelCard(model_card(read_output(make_output()))).data
+    assert (data.license, data.base_model) == ("mit", "zai-org/GLM-5.2-FP8")
+    assert (data.library_name, data.pipeline_tag) == ("transformers", "text-generation")
+    assert data.tags == ["compressed-tensors", "int4", "gptq", "halfbyte"]
+
+
 def test_figures_of_the_card(make_output: MakeOutput) -> None:
     _, body = parsed(model_card(read_output(make_output())))
     lines = body.splitlines()
+    assert "Licence: mit, that of the source." in lines
     assert "| all weights | 750.0 GB | 500.0 GB | 66.7 % |" in lines
     # 6 GB whole and an eighth of 744 GB; 12 GB and an eighth of 488 GB.
     assert round((6e9 + 744e9 / 8) / 2**30, 1) == 92.2
@@ -74,18 +90,63 @@ def test_commands_of_the_card(make_output: MakeOutput) -> None:
     ) in lines
 
 
+def test_commands_of_the_card_can_be_typed(make_output: MakeOutput) -> None:
+    card = model_card(read_output(make_output()))
+    lines = re.findall(r"^quantize .*$", card, re.MULTILINE)
+    assert len(lines) == 5
+    for line in lines:
+        command, *words = insert_run(shlex.split(line)[1:])
+        options = CliRunner().invoke(app, [command, "--help"], prog_name="quantize").stdout
+        for word in words:
+            if word.startswith("-"):
+                assert re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", options), line
+
+
 def test_a_verdict_becomes_a_table(make_output: MakeOutput) -> None:
     _, body = parsed(model_card(read_output(make_output(gate=VERDICT))))
     assert "Verdict: **inconclusive**, by the policy default: paired." in body
     assert "The mean may drop by 0.8 points, a task by 2." in body
     assert "Mean change in points: -0.40 (-1.20 to +0.40)." in body
     assert "- recall may drop by up to 2.31 points, 2 are allowed" in body.splitlines()
+    assert "- the text was not measured" in body.splitlines()
     assert "points (90 % interval)" in body
     assert (
         "| glm_recall | exact_match,none | 500 | 94.00 | 93.00 | -1.00 (-2.31 to +0.25) "
         "| 9 : 4 | inconclusive |"
     ) in body.splitlines()
     assert "not been judged" not in body
+
+
+TABLE = ("table", "thead", "tbody", "tr", "th", "td")
+
+
+def test_a_verdict_as_the_gate_gives_it(make_output: MakeOutput, tmp_path: Path) -> None:
+    row = GateRow(
+        task="sums",
+        metric="acc,none",
+        decides=True,
+        count=1000,
+        baseline=Fraction(900),
+        candidate=Fraction(880),
+        lost=20,
+        won=0,
+        higher_is_better=True,
+        change=Interval(-2.0, -2.75, -1.5),
+        p_value=1e-6,
+        verdict="fail",
+        reason="sums drops",
+    )
+    path = tmp_path / "verdict.json"
+    for policy, allowed in (
+        ("default", "The mean may drop by 0.8 points, a task by 2."),
+        ("article", "A task may drop by 0.8 points."),
+    ):
+        verdict = GateVerdict("fail", ("sums drops",), load_policy(policy), (row,))
+        path.write_text(json.dumps(verdict.to_json()))
+        card = model_card(read_output(make_output(policy), path))
+        assert f"Verdict: **fail**, by the policy {policy}" in card
+        assert allowed in card
+        assert "| 1,000 | 90.00 | 88.00 | -2.00 (-2.75 to -1.50) | 20 : 0 | fail |" in card
 
 
 HOSTILE = (
@@ -126,11 +187,21 @@ def test_hostile_names_stay_text(make_output: MakeOutput, name: str) -> None:
     assert "https://evil" not in prose
     assert not re.search(r"[\u202e\u2028\x00]", prose)
     assert "evil" not in matter.values()
+    record["origin"]["license"] = record["settings"]["method"] = name
+    (folder / REPORT_FILE).write_text(json.dumps(record))
+    assert ModelCard(model_card(read_output(folder))).data.license == name
     rows = [line for line in prose.splitlines() if line.startswith("| ")]
     assert {line.count(" | ") for line in rows} <= {1, 3, 4, 5, 7}
     # Every fence that opens is closed: what follows the last is the table of versions.
     assert prose.count("```") == 0
     assert "| package | version |" in prose
+    # And as a page that allows all HTML would show it: nothing but what cards are made of.
+    rendered = MarkdownIt("commonmark", {"html": True}).enable("table").render(body)
+    tags = set(re.findall(r"<(\w+)", rendered))
+    assert tags <= {"h1", "h2", "p", "a", "code", "pre", "ul", "li", "strong", *TABLE}
+    assert re.findall(r'href="([^"]*)"', rendered) == [
+        "https://huggingface.co/zai-org/GLM-5.2-FP8",
+    ]
 
 
 def test_escaped_text_reads_as_it_was() -> None:
@@ -147,6 +218,7 @@ def test_a_source_that_tells_nothing(make_output: MakeOutput) -> None:
     assert not {"license", "base_model", "base_model_relation", "pipeline_tag"} & set(matter)
     assert "quantize 'some model' --to int4" in body
     assert "hf download" not in body
+    assert "The folder of the source names no licence" in body
 
 
 def test_a_card_of_somebody_else_is_not_replaced(make_output: MakeOutput) -> None:
@@ -155,8 +227,8 @@ def test_a_card_of_somebody_else_is_not_replaced(make_output: MakeOutput) -> Non
     card.write_text("# My own words\n")
     with pytest.raises(OutputError, match="not a card that halfbyte wrote") as refused:
         write_card(folder, read_output(folder))
-    assert refused.value.hint is not None
-    assert refused.value.hint.startswith("move it away: mv ")
+    assert refused.value.hint == f"mv {card} {card}.old"
+    write_card(folder, read_output(folder), replace=False)
     assert card.read_text() == "# My own words\n"
     card.unlink()
     assert main(["card", str(folder), "-q"]) == 0
@@ -177,6 +249,13 @@ def test_what_is_no_output_is_refused(make_output: MakeOutput, tmp_path: Path) -
     (folder / REPORT_FILE).write_text(json.dumps(record))
     with pytest.raises(CheckpointError, match="'<b>' is not a finite number"):
         read_output(folder)
+    record["linears"][0]["error"] = 0.5
+    for repo in ("a/b) <script>", "a/b\nc", "javascript:x", "../../x/y"):
+        record["origin"]["repo"] = repo
+        (folder / REPORT_FILE).write_text(json.dumps(record))
+        with pytest.raises(CheckpointError, match="is not a repository"):
+            read_output(folder)
+    record["origin"]["repo"] = None
     record["linears"][0]["error"] = 10**400
     (folder / REPORT_FILE).write_text(json.dumps(record))
     with pytest.raises(CheckpointError, match="is not a finite number"):

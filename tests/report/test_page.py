@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,16 @@ from typing import Any
 import pytest
 
 from halfbyte.cli import main
-from halfbyte.core import UnitTime
-from halfbyte.evals.report import Divergence, EvalReport, Histogram, TextMetrics, WorstToken
+from halfbyte.core import ScaledInput, UnitTime
+from halfbyte.evals.report import (
+    Divergence,
+    EvalReport,
+    Histogram,
+    TextMetrics,
+    WorstToken,
+    checkpoint_fingerprint,
+)
+from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.folder import REPORT_FILE
 from halfbyte.report.output import Planned, RunTimes, read_output, write_run
 from halfbyte.report.page import page
@@ -85,6 +94,7 @@ def test_figures_of_the_page(make_output: MakeOutput) -> None:
         "99 % of tokens below 0.0709",
         "top-1 agreement 96.20 %, perplexity 7.3891",
         "mean change -0.40 (-1.20 to +0.40) points",
+        "the text was not measured",
         "median error 0.002, by rounding alone 0.004",
         "1 fell back (2.8 %)",
         "Of 12 routed experts the least used saw 0, the median 100, the most used 300; 3 saw none.",
@@ -192,11 +202,24 @@ def test_hostile_names_stay_text(make_output: MakeOutput) -> None:
     assert maps_of(text)["tokens"]["hints"]["calibrated on"][0] == name
 
 
+def test_inputs_that_awq_scaled(make_output: MakeOutput) -> None:
+    inputs = tuple(
+        ScaledInput(f"model.layers.{n}.post_attention_layernorm", 9, exponent, 0.8, 0.5, 4.0, 4, "")
+        for n, exponent in enumerate((0.25, None, 0.5))
+    )
+    read = Reader(page(read_output(make_output(scaled=inputs))))
+    row = ["post_attention_layernorm", "3", "2", "0.25", "0.8", "0.5", "4"]
+    assert row in read.rows
+
+
 def test_the_command_writes_a_page(
-    make_output: MakeOutput, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, saved = make_output(), tmp_path / "evaluation.json"
-    EVALUATION.write(saved)
+    folder, saved = tmp_path / "out", tmp_path / "evaluation.json"
+    assert main([str(tiny), "--to", "int4", "--method", "rtn", "-o", str(folder), "-q"]) == 0
+    capsys.readouterr()
+    fingerprint = checkpoint_fingerprint(open_checkpoint(folder))
+    replace(EVALUATION, fingerprint=fingerprint).write(saved)
     assert main(["report", str(folder), "--eval", str(saved), "-q"]) == 0
     written = folder / "halfbyte_report.html"
     assert capsys.readouterr().out == f"{written}\n"
@@ -207,3 +230,8 @@ def test_the_command_writes_a_page(
     assert main(["report", str(folder), "-o", str(tmp_path)]) == 2
     assert main(["report", str(folder), "-o", str(tmp_path / "absent" / "x.html")]) == 1
     assert main(["report", str(folder), "--eval", str(folder / REPORT_FILE)]) == 1
+    assert "the command line stores it there" not in other.read_text()  # it did
+    EVALUATION.write(saved)
+    capsys.readouterr()
+    assert main(["report", str(folder), "--eval", str(saved)]) == 1
+    assert f"not {fingerprint:.12}" in capsys.readouterr().err
