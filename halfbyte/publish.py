@@ -226,15 +226,18 @@ def _groups(additions: Sequence[CommitOperationAdd]) -> Iterator[Sequence[Commit
 def _require_equal(
     files: Mapping[str, Path], hashes: Mapping[str, str], published: Repository
 ) -> None:
-    """Raises HubError unless the Hub lists every file as it is here."""
+    """Raises HubError unless the Hub lists every file as it is here, and was when it was verified
+    to have one of the `hashes`."""
     from halfbyte.formats.hub import difference
 
     for name, path in files.items():
         listed = published.files.get(name)
         if listed is None:
             fault: str | None = "it is not there"
-        elif name in hashes and listed.sha256 == hashes[name]:
-            fault = None  # verified to have this hash before it was uploaded
+        elif name in hashes and listed.sha256 is not None:
+            fault = None
+            if listed.sha256 != hashes[name]:
+                fault = f"SHA-256 is {listed.sha256}, {hashes[name]} was verified"
         else:
             fault = difference(path, listed)
         if fault is not None:

@@ -96,11 +96,17 @@ def test_a_run_from_the_hub(
     local: dict[str, Path],
     methods: dict[str, list[str]],
     method: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """A layer's tensors lie in many shards here, which calibration reads in turns."""
     output = tmp_path / "output"
     watch = Watch(hub, output)
+    capsys.readouterr()
     with hub.in_use(tmp_path / "home"):
-        assert main([NAME, *methods[method], "-o", str(output), "-q"]) == 0
+        assert main([NAME, *methods[method], "-o", str(output)]) == 0
+    said = capsys.readouterr().err
+    assert f"source       {NAME}@{hub.repos[NAME].refs['main']} (glm_moe_dsa)" in said
+    assert ("with --keep-source" in said) == (method == "gptq")
     require_equal(output, local[method], hub)
     assert 1 <= watch.most <= SHARDS_ON_DISK
     assert not list((tmp_path / "home").rglob("*.safetensors"))

@@ -203,6 +203,22 @@ def test_what_the_hub_lists_is_compared(hub: LoopbackHub, output: Path, file: st
         push(output, NAME)
 
 
+def test_a_shard_that_changes_behind_the_verification_is_noticed(
+    hub: LoopbackHub, output: Path
+) -> None:
+    """Though the Hub lists it just as it is here now."""
+    shard = max(output.glob("*.safetensors"))
+
+    def change() -> None:
+        data = bytearray(shard.read_bytes())
+        data[-1] ^= 1
+        shard.write_bytes(data)
+
+    hub.fail("/api/repos/create", change)
+    with pytest.raises(HubError, match=f"does not hold {shard.name} .*, [0-9a-f]+ was verified"):
+        push(output, NAME)
+
+
 def test_a_push_that_is_refused_is_explained(
     hub: LoopbackHub, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,11 +10,12 @@ kept lie in the cache of huggingface_hub instead, where nothing is removed.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Condition, Thread
@@ -29,6 +30,27 @@ DOWNLOADS = 2
 """Shards that are downloaded at once, and that lie there before anything was read of them."""
 LAG = 4096
 """Requests after which one that was passed over is not waited for any more."""
+
+
+def downloaded_bytes(
+    order: Iterable[str], sizes: Mapping[str, int], limit: int = SHARDS_ON_DISK
+) -> int:
+    """Bytes that reading these shards one after the other downloads, when at most `limit` of them
+    lie on the disk and the one that is needed last goes first."""
+    turns = [shard for shard, _ in itertools.groupby(order)]
+    uses: dict[str, deque[int]] = {}
+    for number, shard in enumerate(turns):
+        uses.setdefault(shard, deque()).append(number)
+    held: set[str] = set()
+    total = 0
+    for shard in turns:
+        uses[shard].popleft()
+        if shard not in held:
+            total += sizes[shard]
+            if len(held) == limit:
+                held.remove(max(held, key=lambda name: uses[name][0] if uses[name] else math.inf))
+            held.add(shard)
+    return total
 
 
 @dataclass(slots=True, eq=False)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from halfbyte.core import (
+    Checkpoint,
     LinearReport,
     Plan,
     RunReport,
@@ -43,7 +44,7 @@ from halfbyte.formats.folder import (
 from halfbyte.formats.journal import Commit, identity_difference
 from halfbyte.formats.origin import read_origin
 from halfbyte.formats.servers import is_divided
-from halfbyte.formats.shards import ShardReader
+from halfbyte.formats.shards import Request, ShardReader
 from halfbyte.formats.writer import CheckpointWriter, SavedState
 from halfbyte.progress import Progress, SilentProgress
 from halfbyte.quantize.duration import STATE_INTERVAL
@@ -53,12 +54,15 @@ from halfbyte.quantize.plan import package_versions, rule_outcomes, with_calibra
 from halfbyte.quantize.recipe import recipe_to_dict
 from halfbyte.quantize.shares import shares
 from halfbyte.ranks import Ranks
+from halfbyte.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
 
     from halfbyte.quantize.calibrated import LayerQuantizer
 
+WORTH_A_NOTE = 1.2
+"""Downloads in relation to what is read, above which keeping the source is worth a thought."""
 CHEAP_STATE = 0.5
 """Seconds below which a state is stored after every layer: less than starting a run again takes."""
 
@@ -116,7 +120,9 @@ def run(
             if layers is not None and earlier.left(_calibrated(plan)):
                 layers.prepare()
             at_once = None if layers is None else plan.memory.placement.experts_at_once
-            order = read_order(units, experts_at_once=at_once, ranks=ranks)
+            order = list(read_order(units, experts_at_once=at_once, ranks=ranks))
+            if plan.checkpoint.repository is not None and scratch is not None:
+                _note_downloads(plan.checkpoint, order, progress)
             with reader.read_ahead(order, plan.settings.device, ahead):
                 _work(plan, units, reader, writer, layers, progress)
             peaks = ranks.everyone(peak_host_bytes())  # when all have written their shares
@@ -167,6 +173,20 @@ def follow(
                 with reader.read_ahead(order, plan.settings.device, ahead):
                     _work(plan, units, reader, writer, None, SilentProgress())
         ranks.everyone(peak_host_bytes())
+
+
+def _note_downloads(checkpoint: Checkpoint, order: Iterable[Request], progress: Progress) -> None:
+    """Say so when a layer lies in more shards than there is room for, which then come again."""
+    from halfbyte.formats.fetching import downloaded_bytes
+
+    shards = [request.info.shard for request in order]
+    once = sum(checkpoint.shards[shard] for shard in set(shards))
+    total = downloaded_bytes(shards, checkpoint.shards)
+    if total > WORTH_A_NOTE * once:
+        progress.note(
+            f"at least {format_bytes(total)} will be downloaded, since the tensors of a layer lie"
+            f" in many shards; with --keep-source, which takes their room, {format_bytes(once)}"
+        )
 
 
 def _finish(

@@ -14,6 +14,7 @@ from halfbyte.core import Checkpoint, TensorInfo
 from halfbyte.errors import HubError
 from halfbyte.formats.budgets import SHARDS_ON_DISK
 from halfbyte.formats.checkpoint import open_checkpoint
+from halfbyte.formats.fetching import downloaded_bytes
 from halfbyte.formats.shards import Request, ShardReader
 from halfbyte.formats.source import open_source
 from halfbyte.testing.hub import LoopbackHub
@@ -84,6 +85,22 @@ def read_all(
     ):
         for info in order:
             require_equal(info, reader.read(info), local)
+
+
+@pytest.mark.parametrize(
+    ("order", "limit", "downloads"),
+    [
+        ("aabbaac", 3, "abc"),
+        ("abcabc", 2, "abcb"),  # b goes for c, and a, which is done, for b
+        ("abcdabcd", 3, "abcdc"),  # c goes for d
+        ("abcd", 1, "abcd"),
+        ("", 3, ""),
+    ],
+)
+def test_downloads_are_counted(order: str, limit: int, downloads: str) -> None:
+    """Worked out by hand; every shard has a size of its own."""
+    sizes = {"a": 1, "b": 10, "c": 100, "d": 1000}
+    assert downloaded_bytes(order, sizes, limit) == sum(sizes[shard] for shard in downloads)
 
 
 @pytest.mark.parametrize("budget", [1 << 25, 1 << 14, 1])
