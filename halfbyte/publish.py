@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from halfbyte.core import Repository
 from halfbyte.errors import HubError, UsageError, VerifyError
+from halfbyte.evals.report import checkpoint_fingerprint
 from halfbyte.formats.checkpoint import open_checkpoint, side_files
 from halfbyte.formats.folder import CARD_FILE, CONFIG_FILE, GATE_FILE, INDEX_FILE, REPORT_FILE
 from halfbyte.models import REPOSITORY, RepositoryName
@@ -106,8 +107,12 @@ def _examined(folder: Path, force: bool, progress: Progress) -> tuple[list[str],
     notes = [*result.notes]
     if not gate.exists():
         notes.append(f"there is no {GATE_FILE}: whether accuracy held is not known")
-    elif (verdict := _verdict(gate)) != "pass":
-        faults.append(f"gate: {GATE_FILE}: the verdict is {verdict}")
+    else:
+        verdict, judged = _verdict(gate)
+        if verdict != "pass":
+            faults.append(f"gate: {GATE_FILE}: the verdict is {verdict}")
+        elif judged != checkpoint_fingerprint(open_checkpoint(folder)):
+            faults.append(f"gate: {GATE_FILE}: the verdict is on another checkpoint")
     if faults and not force:
         more = f", and {len(faults) - 1} more" if len(faults) > 1 else ""
         raise VerifyError(
@@ -120,13 +125,14 @@ def _examined(folder: Path, force: bool, progress: Progress) -> tuple[list[str],
     return [*notes, *(f"published in spite of {fault}" for fault in faults)], hashes
 
 
-def _verdict(path: Path) -> str:
-    """What `quantize gate -o` saved; "unreadable" for anything else."""
+def _verdict(path: Path) -> tuple[str, str]:
+    """What `quantize gate -o` saved, and the fingerprint of what it judged; "unreadable" for
+    anything else."""
     try:
         record = json.loads(path.read_bytes())
-        return str(record["verdict"])[:40]
+        return str(record["verdict"])[:40], str(record["candidate"])
     except (OSError, ValueError, KeyError, TypeError):
-        return "unreadable"
+        return "unreadable", ""
 
 
 def _files(folder: Path) -> dict[str, Path]:

@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "commands": CONSOLE | EVALS | {"evals", "report", "publish", "__init__"},
     "cli": CONSOLE | {"commands", "__init__"},
     "__main__": {"cli"},
-    "publish": EVALS,
+    "publish": EVALS | {"evals"},
 }
 """Part of the package -> the other parts that it may import, at any depth of its code."""
 

@@ -19,6 +19,7 @@ from huggingface_hub import snapshot_download
 from halfbyte.cli import main
 from halfbyte.core import Settings
 from halfbyte.errors import HubError, UsageError, VerifyError
+from halfbyte.evals.report import checkpoint_fingerprint
 from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.publish import push
 from halfbyte.quantize import pipeline
@@ -125,14 +126,23 @@ def test_a_dry_run_lists_the_files(output: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize(
     ("verdict", "refused"),
-    [("pass", False), ("fail", True), ("inconclusive", True), ("invalid", True), ("", True)],
+    [
+        ("pass", ""),
+        ("pass", "on another checkpoint"),
+        ("fail", "fail"),
+        ("inconclusive", "inconclusive"),
+        ("invalid", "invalid"),
+        ("", "unreadable"),
+    ],
 )
-def test_the_gate_has_a_say(hub: LoopbackHub, output: Path, verdict: str, refused: bool) -> None:
-    (output / "gate.json").write_text(json.dumps({"verdict": verdict}) if verdict else "{")
+def test_the_gate_has_a_say(hub: LoopbackHub, output: Path, verdict: str, refused: str) -> None:
+    judged = "0" if "another" in refused else checkpoint_fingerprint(open_checkpoint(output))
+    record = {"verdict": verdict, "candidate": judged}
+    (output / "gate.json").write_text(json.dumps(record) if verdict else "{")
     if not refused:
         assert "gate.json" in push(output, NAME, dry_run=True).files
         return
-    with pytest.raises(VerifyError, match=f"the verdict is {verdict or 'unreadable'}"):
+    with pytest.raises(VerifyError, match=f"the verdict is {refused}"):
         push(output, NAME)
     assert not hub.requests
     forced = push(output, NAME, force=True)

@@ -23,11 +23,15 @@ GateOption = Annotated[
 
 def card(folder: Folder, gate: GateOption = None, json: Json = False, quiet: Quiet = False) -> None:
     """Write the model card, README.md, from what a run left in its folder."""
+    from halfbyte.evals.report import require_of
     from halfbyte.report.card import write_card
     from halfbyte.report.output import read_output
 
     console = open_console(json, quiet)
-    path = write_card(folder, read_output(folder, gate))
+    found = read_output(folder, gate)
+    if found.gate is not None:
+        require_of(folder, found.gate.candidate, "the verdict")
+    path = write_card(folder, found)
     console.line(f"{path} written")
     console.result({"card": str(path)}, quiet=str(path))
 
@@ -49,7 +53,7 @@ def report(
 
     The page needs no network and no server.
     """
-    from halfbyte.evals.report import EvalReport, require_evaluation_of
+    from halfbyte.evals.report import EvalReport, require_of
     from halfbyte.formats.files import write_atomic
     from halfbyte.formats.folder import PAGE_FILE
     from halfbyte.report.output import read_output
@@ -62,7 +66,9 @@ def report(
     measured = None if evaluation is None else EvalReport.read(evaluation)
     found = read_output(folder, gate)
     if measured is not None:
-        require_evaluation_of(folder, measured)
+        require_of(folder, measured.fingerprint, "the evaluation")
+    if found.gate is not None:
+        require_of(folder, found.gate.candidate, "the verdict")
     made = page(found, measured)
     try:
         write_atomic(path, made.encode())

@@ -113,6 +113,9 @@ class GateVerdict:
     """Those of the reasons that held-out text gives."""
     noise: tuple[GateRow, ...] = ()
     """A second evaluation of the baseline against the first; empty without one."""
+    baseline: str = ""
+    """Fingerprint of the checkpoint, as of `candidate`."""
+    candidate: str = ""
 
     @property
     def exit_code(self) -> int:
@@ -122,6 +125,8 @@ class GateVerdict:
         return {
             "schema_version": GATE_SCHEMA,
             "verdict": self.verdict,
+            "baseline": self.baseline,
+            "candidate": self.candidate,
             "reasons": list(self.reasons),
             "remarks": list(self.remarks),
             "policy": encode(self.policy),
@@ -169,14 +174,17 @@ def gate(
 
     Raises UsageError when the policy names a metric that the task does not have.
     """
-    if reasons := tuple(defects(baseline, candidate, policy)):
-        return GateVerdict("invalid", reasons, policy, ())
-    if again is not None and (reasons := tuple(_unsteady(baseline, again, policy))):
-        return GateVerdict("invalid", reasons, policy, ())
-    verdict = _judge(baseline, candidate, policy)
-    noise = tuple(_rows(baseline, again, policy)) if again is not None else ()
-    remarks = tuple(remarkable(baseline, candidate))
-    return replace(verdict, remarks=remarks, noise=noise)
+    reasons = tuple(defects(baseline, candidate, policy))
+    if not reasons and again is not None:
+        reasons = tuple(_unsteady(baseline, again, policy))
+    if reasons:
+        verdict = GateVerdict("invalid", reasons, policy, ())
+    else:
+        verdict = _judge(baseline, candidate, policy)
+        noise = tuple(_rows(baseline, again, policy)) if again is not None else ()
+        remarks = tuple(remarkable(baseline, candidate))
+        verdict = replace(verdict, remarks=remarks, noise=noise)
+    return replace(verdict, baseline=baseline.fingerprint, candidate=candidate.fingerprint)
 
 
 def _judge(baseline: EvalReport, candidate: EvalReport, policy: Policy) -> GateVerdict:

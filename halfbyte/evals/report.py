@@ -289,14 +289,15 @@ class EvalReport:
             raise EvaluationError(f"{path}: {error}", hint=error.hint) from error
 
 
-def require_evaluation_of(folder: Path, report: EvalReport) -> None:
-    """Raises EvaluationError when `report` measured another checkpoint than that in `folder`."""
+def require_of(folder: Path, fingerprint: str, what: str) -> None:
+    """Raises EvaluationError when `what`, which measured the checkpoint with this fingerprint, is
+    not of the one in `folder`."""
     found = checkpoint_fingerprint(open_checkpoint(folder))
-    if report.fingerprint != found:
+    if fingerprint != found:
         raise EvaluationError(
-            f"the evaluation is of {report.checkpoint}, which is or was another checkpoint than"
-            f" {folder}: fingerprint {report.fingerprint:.12}, not {found:.12}",
-            hint=f"quantize eval {folder} --text heldout.jsonl --baseline SOURCE -o FILE",
+            f"{what} is of another checkpoint than {folder}, or of what it was before: fingerprint "
+            f"{fingerprint:.12}, not {found:.12}",
+            hint=f"evaluate it as it is now: quantize eval {folder} -o FILE",
         )
 
 

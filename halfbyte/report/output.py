@@ -63,6 +63,8 @@ class Gate:
     """A verdict as `quantize gate -o` stores it, as far as it is shown."""
 
     verdict: str
+    candidate: str
+    """Fingerprint of the checkpoint that was judged."""
     reasons: tuple[str, ...]
     remarks: tuple[str, ...]
     """What to know beside it, whatever the verdict is."""
@@ -221,6 +223,7 @@ def _gate(record: Mapping[str, Any]) -> Gate:
     mean = record["mean_change_points"]
     return Gate(
         verdict=_text(record["verdict"]),
+        candidate=_text(record["candidate"]),
         reasons=tuple(map(_text, record["reasons"])),
         remarks=tuple(map(_text, record["remarks"])),
         policy=_text(policy["name"]),

@@ -199,6 +199,8 @@ def test_json_form() -> None:
     assert record == {
         "schema_version": 1,
         "verdict": "fail",
+        "baseline": "f",
+        "candidate": "f",
         "mean_change_points": None,
         "noise": [],
     }
