@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from halfbyte.cli import COMMANDS, app, insert_run, main
+from halfbyte.testing.hub import LoopbackHub
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md"]
@@ -65,12 +66,15 @@ def test_the_commands_run_one_after_the_other(
     less = {"GLM-5.2-FP8": ["--samples", "8", "--sequence-length", "64"]}
     assert main(["eval", "GLM-5.2-FP8", "--tasks", "tasks", "-o", "fp8.json", "-q"]) == 0
     lines = [line for line in code_lines("README.md") if line.startswith("quantize ")]
-    assert len(lines) == 5
-    for line in lines:
-        words = line.split()[1:]
-        words += less.get(words[0], [])
-        # So few questions decide nothing, and a model this small may well lose one.
-        assert main(words) in ((0, 3, 4) if words[0] == "gate" else (0,)), line
+    assert len(lines) == 7
+    with LoopbackHub(tmp_path / "hub") as hub, hub.in_use(tmp_path / "home"):
+        for line in lines:
+            words = line.split()[1:]
+            words += less.get(words[0], [])
+            # So few questions decide nothing, and a model this small may well lose one.
+            assert main(words) in ((0, 3, 4) if words[0] == "gate" else (0,)), line
+        repo = hub.repos["someone/GLM-5.2-INT4"]
+        assert {"README.md", "config.json"} <= repo.commits[repo.refs["main"]].keys()
 
 
 def test_ci_runs_the_test_command_and_the_checks() -> None:
