@@ -200,7 +200,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
         checkpoint="int4 $(touch injected)",
         quantize="--method rtn --quiet",
         tool_calls=str(CALLS),
-        eval_options="--limit 6 --max-new-tokens 64",
+        eval_options="--limit 6 --max-new-tokens 128",
         policy="article",
         margin="30",
     )
@@ -237,7 +237,7 @@ def test_a_damaged_checkpoint_fails(good: tuple[Path, Run]) -> None:
         source=str(MODEL),
         checkpoint="damaged",
         tool_calls=str(CALLS),
-        eval_options="--limit 6 --max-new-tokens 64",
+        eval_options="--limit 6 --max-new-tokens 128",
         policy="article",
         margin="30",
     )
