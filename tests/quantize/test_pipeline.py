@@ -26,7 +26,7 @@ from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.journal import Journal
 from halfbyte.formats.layout import file_layout
 from halfbyte.formats.readahead import ByteRange
-from halfbyte.formats.shards import ShardReader, byte_range
+from halfbyte.formats.shards import ShardReader, _FolderShards, byte_range
 from halfbyte.formats.weights import logical_weights
 from halfbyte.formats.writebehind import Target
 from halfbyte.formats.writer import SavedState
@@ -212,14 +212,14 @@ def test_all_of_a_layer_is_read_ahead_and_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with row feedback, which first reads what lies behind the last layer."""
-    fill = ShardReader._fill
+    fill = _FolderShards.read
     reads: list[tuple[str, ByteRange]] = []
 
-    def noting(self: ShardReader, wanted: ByteRange, buffer: memoryview) -> None:
+    def noting(self: _FolderShards, wanted: ByteRange, buffer: memoryview) -> None:
         reads.append((threading.current_thread().name, wanted))
         fill(self, wanted, buffer)
 
-    monkeypatch.setattr(ShardReader, "_fill", noting)
+    monkeypatch.setattr(_FolderShards, "read", noting)
     plan = plan_of(write_tiny(tmp_path / "tiny", layers=8))
     assert plan.settings.feeds_back
     placement = replace(plan.memory.placement, streams=Streams(read_ahead=1 << 20))
