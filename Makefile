@@ -10,8 +10,9 @@ READY := .venv/ready
 demo: $(READY)
 	$(BIN)/quantize demo
 
+# A process for each CPU, so each computes with one thread.
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check .
