@@ -446,6 +446,8 @@ def test_demo_ends_with_one_table_and_the_verdict(
         )
 
     monkeypatch.setitem(sys.modules, "halfbyte.evals.demo", SimpleNamespace(run_demo=run_demo))
+    shown = SimpleNamespace(show_demo=lambda report: Path(report.output, "page.html"))
+    monkeypatch.setitem(sys.modules, "halfbyte.report.demo", shown)
     outcome = quantize("demo", "-o", tmp_path / "demo")
     assert outcome.exit_code == 3
     assert outcome.stdout.splitlines() == [
@@ -456,6 +458,7 @@ def test_demo_ends_with_one_table_and_the_verdict(
         "",
         "gate: fail (policy article: a task may drop by 0.8 points)",
         "- arithmetic acc,none drops by 2.000 points (900 to 880 of 1000), more than 0.8",
+        f"all of it on a page: {tmp_path / 'demo' / 'page.html'}",
     ]
     assert quantize("demo", "-q", "-o", tmp_path)[:2] == (3, f"{tmp_path}\n")
     document = quantize("demo", "--json", "-o", tmp_path).document

@@ -361,13 +361,16 @@ def demo(
     """Do the whole job on the embedded model and judge the result."""
     from halfbyte.commands import scores
     from halfbyte.evals.demo import run_demo
+    from halfbyte.report.demo import show_demo
 
     console = open_console(json, quiet, verbose)
     with console.working() as progress:
         report = run_demo(output, progress)
+    page = show_demo(report)
     console.table(scores.demo_table(report))
     console.line()
     for line in scores.gate_lines(report.verdict):
         console.line(line)
+    console.line(f"all of it on a page: {page}")
     console.result(scores.demo_record(report), quiet=str(output))
     raise typer.Exit(report.verdict.exit_code)
