@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("nano", type=Path)
     parser.add_argument("--tasks", type=Path, required=True)
     parser.add_argument("--calibration", type=Path, required=True)
+    parser.add_argument("--task", action="append", help="one of them; may be repeated [all]")
     parser.add_argument("--limit", type=int, help="documents of each task [all]")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--batch-size", type=int, default=32)
@@ -61,7 +62,7 @@ def main() -> None:
             results = run_tasks(
                 folder,
                 arguments.tasks,
-                TASKS,
+                arguments.task or TASKS,
                 limit=arguments.limit,
                 batch_size=arguments.batch_size,
                 device=arguments.device,
