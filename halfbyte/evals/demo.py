@@ -14,7 +14,7 @@ from halfbyte.core import Method, Settings
 from halfbyte.errors import VerifyError
 from halfbyte.evals.gate import GateVerdict, gate
 from halfbyte.evals.policy import load_policy
-from halfbyte.evals.report import EvalReport, checkpoint_fingerprint
+from halfbyte.evals.report import EvalReport
 from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.progress import Progress
 
@@ -108,25 +108,19 @@ def _quantize(method: Method, tokens: torch.Tensor, folder: Path, progress: Prog
 
 def _measure(name: str, path: Path, output: Path, progress: Progress) -> DemoVariant:
     """Evaluate one checkpoint on held-out text, against FP8, and on the tasks; save the result."""
-    from halfbyte.evals.harness import run_tasks
-    from halfbyte.evals.stream import evaluate_text
+    from halfbyte.evals.evaluation import Evaluation
 
     progress.note(f"{name}: held-out text and tasks")
-    checkpoint = open_checkpoint(path)
-    report = EvalReport(
-        checkpoint=str(path),
-        fingerprint=checkpoint_fingerprint(checkpoint),
-        text=evaluate_text(
-            path,
-            FOLDER / "heldout.jsonl",
-            baseline=None if path == SOURCE else SOURCE,
-            sequence_length=SEQUENCE_LENGTH,
-            progress=progress,
-        ),
-        tasks=run_tasks(path, FOLDER / "tasks", progress=progress),
+    asked = Evaluation(
+        path,
+        text=FOLDER / "heldout.jsonl",
+        baseline=None if path == SOURCE else SOURCE,
+        sequence_length=SEQUENCE_LENGTH,
+        tasks=FOLDER / "tasks",
     )
+    report = asked.run(None, progress)
     evaluations = output / "evaluations"
     evaluations.mkdir(exist_ok=True)
     report.write(evaluations / f"{name.lower()}.json")
     progress.finish()
-    return DemoVariant(name, checkpoint.nbytes, report)
+    return DemoVariant(name, open_checkpoint(path).nbytes, report)

@@ -38,7 +38,8 @@ def defects(baseline: EvalReport, candidate: EvalReport, policy: Policy) -> Iter
     ours, theirs = tasks_by_name(baseline), tasks_by_name(candidate)
     for name in sorted(ours.keys() & theirs.keys()):
         yield from _unusable(ours[name], theirs[name], policy)
-    if ours and baseline.fingerprint != candidate.fingerprint and _identical(ours, theirs):
+    twice = baseline.fingerprint != candidate.fingerprint and _identical(ours, theirs)
+    if twice and _many([answer for task in ours.values() for answer in task.answers]):
         yield (
             "every answer is the same, though the checkpoints differ: the same model was asked "
             "twice, or answers came from a cache"
@@ -65,7 +66,7 @@ def remarkable(baseline: EvalReport, candidate: EvalReport) -> Iterator[str]:
     """What to know of two evaluations without defects."""
     ours, theirs = tasks_by_name(baseline), tasks_by_name(candidate)
     if baseline.fingerprint == candidate.fingerprint:
-        same = ours and _identical(ours, theirs, always=True)
+        same = ours and _identical(ours, theirs)
         yield "both evaluations are of the same checkpoint" + (
             ", and identical: every answer is the same" if same else ""
         )
@@ -172,21 +173,17 @@ def _tells_nothing(ours: TaskScores, policy: Policy) -> Iterator[str]:
         )
 
 
-def _identical(
-    ours: dict[str, TaskScores], theirs: dict[str, TaskScores], always: bool = False
-) -> bool:
-    """Whether all answers are the same, and, if not `always`, too many to be so by chance."""
-    pairs = [
-        pair
+def _identical(ours: dict[str, TaskScores], theirs: dict[str, TaskScores]) -> bool:
+    """Whether all answers to the tasks that both have are the same."""
+    return all(
+        a.sha256 == b.sha256
         for name in ours.keys() & theirs.keys()
-        for pair in zip(ours[name].answers, theirs[name].answers, strict=False)
-    ]
-    if any(a.sha256 != b.sha256 for a, b in pairs):
-        return False
-    return always or _many([answer for answer, _ in pairs])
+        for a, b in zip(ours[name].answers, theirs[name].answers, strict=False)
+    )
 
 
 def _many(answers: Sequence[Answer]) -> bool:
+    """Whether two models would not give all of these alike by chance."""
     choices = sum(answer.choices > 1 for answer in answers)
     texts = [answer.tokens for answer in answers if not answer.choices]
     return choices >= IDENTICAL_CHOICES or (
