@@ -377,7 +377,7 @@ def _rows(baseline: EvalReport, candidate: EvalReport, policy: Policy) -> Iterat
     theirs = tasks_by_name(candidate)
     for name, task in tasks_by_name(baseline).items():
         names = [metric.name for metric in task.metrics]
-        primary = policy.primary.get(name, names[0])
+        primary = policy.deciding(name, names)
         if primary not in names:
             raise UsageError(
                 f"policy {policy.name} judges task {name} by {primary}, "

@@ -148,8 +148,8 @@ def _unusable(ours: TaskScores, theirs: TaskScores, policy: Policy) -> Iterator[
 
 def _tells_nothing(ours: TaskScores, policy: Policy) -> Iterator[str]:
     """Whether a baseline has nothing to lose: it answers nothing right, or choices by guessing."""
-    primary = policy.primary.get(ours.name, ours.metrics[0].name)
-    metric = next((m for m in ours.metrics if m.name == primary), ours.metrics[0])
+    deciding = policy.deciding(ours.name, [metric.name for metric in ours.metrics])
+    metric = next((m for m in ours.metrics if m.name == deciding), ours.metrics[0])
     if not {*metric.values} <= {0.0, 1.0}:
         return
     if metric.higher_is_better and not any(metric.values):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from fractions import Fraction
 from importlib import resources
@@ -63,6 +63,10 @@ class Policy:
         for name in ("confidence", "significance", "power"):
             if not 0 < getattr(self, name) < 1:
                 raise EvaluationError(f"{name} is {getattr(self, name)}, not between 0 and 1")
+
+    def deciding(self, task: str, metrics: Sequence[str]) -> str:
+        """Name of the metric that `task` is judged by, which it may not have."""
+        return self.primary.get(task, metrics[0])
 
     @property
     def exact_margin(self) -> Fraction:
