@@ -163,7 +163,8 @@ def _private_lm_eval(source: Path | Suite) -> Iterator[None]:
     def silent(bar: Any, *args: Any, **kwargs: Any) -> None:
         loud(bar, *args, **{**kwargs, "disable": True})
 
-    loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "transformers")]
+    chatty = ("lm_eval", "datasets", "transformers", "huggingface_hub")
+    loggers = [logging.getLogger(name) for name in chatty]
     levels = [logger.level for logger in loggers]
     with contextlib.ExitStack() as stack:
         if isinstance(source, Path):
