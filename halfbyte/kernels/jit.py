@@ -12,6 +12,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,18 +26,19 @@ SOURCES = Path(__file__).with_name("cuda")
 _OPTIONS = ("--std=c++17",)
 
 
-def kernel(source: str, name: str, shared_bytes: int = 0) -> Kernel:
+def kernel(source: str, name: str, shared_bytes: int = 0, instance: str = "") -> Kernel:
     """The function `name` of `cuda/<source>.cu` for the current device.
 
-    `shared_bytes` of dynamic shared memory go to each program. Raises DependencyError when torch
-    comes without NVRTC, RuntimeError when the driver refuses the code.
+    `shared_bytes` of dynamic shared memory go to each program. `instance` is a line of code behind
+    the source, which may make a function of a template. Raises DependencyError when torch comes
+    without NVRTC, RuntimeError when the driver refuses the code.
     """
-    return _kernel(source, name, shared_bytes, torch.cuda.current_device())
+    return _kernel(source, name, shared_bytes, instance, torch.cuda.current_device())
 
 
 @functools.cache
-def _kernel(source: str, name: str, shared_bytes: int, device: int) -> Kernel:
-    return Kernel(_module(source, device), name, shared_bytes)
+def _kernel(source: str, name: str, shared_bytes: int, instance: str, device: int) -> Kernel:
+    return Kernel(_module(source, instance, device), name, shared_bytes)
 
 
 class Kernel:
@@ -54,23 +56,67 @@ class Kernel:
             _check(driver.cuFuncSetAttribute(self._function, most, shared_bytes))
 
     def __call__(
-        self, grid: tuple[int, ...], threads: int, *arguments: torch.Tensor | int | float
+        self,
+        grid: tuple[int, ...],
+        threads: int,
+        *arguments: torch.Tensor | int | float,
+        cluster: bool = False,
+        early: bool = False,
     ) -> None:
         """Launch on torch's current stream.
 
         Tensors go as pointers and must be contiguous, integers as C `int`, floats as C `float`.
+        With `cluster` the programs along the second axis of the grid form a cluster. With `early`
+        the kernel may begin before the one before it in the stream has ended: it waits itself for
+        what that one writes.
         """
         values = [_argument(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(
             *(ctypes.cast(ctypes.byref(value), ctypes.c_void_p) for value in values)
         )
-        x, y, z = (*grid, 1, 1)[:3]
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        _check(
-            _driver().cuLaunchKernel(
-                self._function, x, y, z, threads, 1, 1, self._shared_bytes, stream, pointers, None
-            )
-        )
+        sizes = (*grid, 1, 1)[:3]
+        attributes = (_Attribute * 2)()
+        used = 0
+        if cluster:
+            attributes[used].name, attributes[used].value.cluster = _CLUSTER, (1, sizes[1], 1)
+            used += 1
+        if early:
+            attributes[used].name, attributes[used].value.flag = _EARLY, 1
+            used += 1
+        stream = torch.cuda.current_stream().cuda_stream
+        launch = _Launch(sizes, (threads, 1, 1), self._shared_bytes, stream, attributes, used)
+        _check(_driver().cuLaunchKernelEx(ctypes.byref(launch), self._function, pointers, None))
+
+
+_CLUSTER, _EARLY = 4, 6
+"""CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION and _PROGRAMMATIC_STREAM_SERIALIZATION."""
+
+
+class _Value(ctypes.Union):
+    _fields_ = (
+        ("cluster", ctypes.c_uint * 3),
+        ("flag", ctypes.c_int),
+        ("size", ctypes.c_char * 64),
+    )
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = (("name", ctypes.c_int), ("padding", ctypes.c_int), ("value", _Value))
+
+
+class _Launch(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("threads", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attribute_count", ctypes.c_uint),
+    )
 
 
 def _argument(value: torch.Tensor | int | float) -> ctypes.c_void_p | ctypes.c_int | ctypes.c_float:
@@ -81,12 +127,23 @@ def _argument(value: torch.Tensor | int | float) -> ctypes.c_void_p | ctypes.c_i
     return ctypes.c_int(value) if isinstance(value, int) else ctypes.c_float(value)
 
 
+def read_source(name: str) -> str:
+    """The text of `cuda/<name>.cu`, with what it includes of that folder in its place."""
+
+    def included(match: re.Match[str]) -> str:
+        return (SOURCES / match[1]).read_text()
+
+    return re.sub(
+        r'^#include "(\w+\.cuh)"$', included, (SOURCES / f"{name}.cu").read_text(), flags=re.M
+    )
+
+
 @functools.cache
-def _module(source: str, device: int) -> ctypes.c_void_p:
+def _module(source: str, instance: str, device: int) -> ctypes.c_void_p:
     torch.cuda.current_stream(device)  # makes sure that the device has a context
     torch.zeros(1, device=f"cuda:{device}")
     major, minor = torch.cuda.get_device_capability(device)
-    image = compiled((SOURCES / f"{source}.cu").read_bytes(), f"sm_{major}{minor}")
+    image = compiled(f"{read_source(source)}\n{instance}".encode(), f"sm_{major}{minor}")
     module = ctypes.c_void_p()
     _check(_driver().cuModuleLoadData(ctypes.byref(module), image))
     return module

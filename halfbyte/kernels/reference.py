@@ -99,6 +99,43 @@ def decode_int4(
     return dequantize_int4(unpack_int4(packed, 8 * packed.shape[1]), scales, dtype)
 
 
+def linear_int4(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """x [M, K] times the weight [N, K] transposed that `packed` int32 [N, K/8] and `scales`
+    [N, groups] stand for: [M, N] in the dtype of `x`, from sums in float32."""
+    if x.is_cuda:
+        from halfbyte.kernels import w4a16
+
+        weight = w4a16.Packed(packed, scales)
+        if not w4a16.unsupported(weight) and w4a16.available(x.device):
+            return w4a16.linear(x, weight)
+    return torch.nn.functional.linear(x.float(), decode_int4(packed, scales)).to(x.dtype)
+
+
+def experts_int4(
+    x: torch.Tensor,
+    gate_up: tuple[torch.Tensor, torch.Tensor],
+    down: tuple[torch.Tensor, torch.Tensor],
+    chosen: torch.Tensor,
+    router: torch.Tensor,
+) -> torch.Tensor:
+    """The routed experts of a layer, [M, H], for `x` [M, H]; see `halfbyte.kernels.w4a16.experts`.
+
+    `gate_up` and `down` are codes int32 [E, 2 I, H/8] and [E, H, I/8] with their scales.
+    """
+    y = torch.zeros_like(x, dtype=torch.float32)
+    for expert in range(gate_up[0].shape[0]):
+        token, place = (chosen == expert).nonzero(as_tuple=True)
+        if len(token):
+            codes, scales = (part[expert] for part in gate_up)
+            hidden = torch.nn.functional.linear(x[token].float(), decode_int4(codes, scales))
+            gate, up = hidden.chunk(2, dim=-1)
+            gated = (torch.nn.functional.silu(gate) * up).to(x.dtype).float()
+            codes, scales = (part[expert] for part in down)
+            made = torch.nn.functional.linear(gated, decode_int4(codes, scales))
+            y.index_add_(0, token, made * router[token, place, None])
+    return y.to(x.dtype)
+
+
 def add_rows(
     total: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, weight: torch.Tensor
 ) -> None:

@@ -26,13 +26,20 @@ class HostKernel:
         self._shared_bytes = shared_bytes
 
     def __call__(
-        self, grid: tuple[int, int], threads: int, *arguments: torch.Tensor | int | float
+        self,
+        grid: tuple[int, ...],
+        threads: int,
+        *arguments: torch.Tensor | int | float,
+        cluster: bool = False,
+        early: bool = False,
     ) -> None:
+        assert not cluster, "a cluster needs several programs at once"
         values = [_argument(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(
             *(ctypes.cast(ctypes.byref(value), ctypes.c_void_p) for value in values)
         )
-        assert self._launcher(*grid, threads, ctypes.c_size_t(self._shared_bytes), pointers), (
+        sizes = (ctypes.c_uint * 3)(*(*grid, 1, 1)[:3])
+        assert self._launcher(sizes, threads, ctypes.c_size_t(self._shared_bytes), pointers), (
             f"wrote beyond the {self._shared_bytes} bytes of shared memory it asks for"
         )
 
@@ -44,7 +51,7 @@ def _argument(value: torch.Tensor | int | float) -> ctypes._SimpleCData[object]:
     return ctypes.c_int(value) if isinstance(value, int) else ctypes.c_float(value)
 
 
-HostKernels = Callable[[str, str, int], HostKernel]
+HostKernels = Callable[..., HostKernel]
 
 
 @pytest.fixture(scope="session")
@@ -54,29 +61,35 @@ def host_kernel(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
     if compiler is None:
         pytest.skip("no g++ to compile the CUDA sources with")
     folder = tmp_path_factory.mktemp("host_cuda")
-    libraries: dict[str, ctypes.CDLL] = {}
+    libraries: dict[tuple[str, str], ctypes.CDLL] = {}
 
-    def library(source: str) -> ctypes.CDLL:
+    def library(source: str, instance: str) -> ctypes.CDLL:
         code = (jit.SOURCES / f"{source}.cu").read_text()
-        names = re.findall(r'extern "C" __global__ void __launch_bounds__\(.*?\) (\w+)\(', code)
-        assert len(names) == code.count('extern "C"') > 0
-        launchers = "".join(f"HOST_LAUNCHER({name})\n" for name in names)
-        path = folder / f"{source}.cpp"
-        path.write_text(code.replace("extern __shared__", "extern") + launchers)
+        code = re.sub(r'#include "(\w+)\.cuh"', r'#include "host_\1.h"', code) + instance
+        names = re.findall(
+            r'^extern "C" __global__ void __launch_bounds__\(.*?\) (\w+)\(', code, re.M
+        )
+        names += ["run"] * bool(instance)
+        launchers = "".join(f"\nHOST_LAUNCHER({name})" for name in names)
+        path = folder / f"{source}-{len(libraries)}.cpp"
+        path.write_text(
+            re.sub(r"extern __shared__ .*memory.*", "", code).replace("extern __shared__", "extern")
+            + launchers
+        )
         subprocess.run(
             [
                 compiler, "-std=c++20", "-O2", "-ffp-contract=off", "-fno-strict-aliasing",
-                "-shared", "-fPIC", "-pthread", "-w", "-include", str(SHIM), str(path),
-                "-o", str(path.with_suffix(".so")),
+                "-shared", "-fPIC", "-pthread", "-w", "-I", str(SHIM.parent), "-include", str(SHIM),
+                str(path), "-o", str(path.with_suffix(".so")),
             ],
             check=True,
         )  # fmt: skip
         return ctypes.CDLL(str(path.with_suffix(".so")))
 
-    def kernel(source: str, name: str, shared_bytes: int = 0) -> HostKernel:
-        if source not in libraries:
-            libraries[source] = library(source)
-        return HostKernel(getattr(libraries[source], f"launch_{name}"), shared_bytes)
+    def kernel(source: str, name: str, shared_bytes: int = 0, instance: str = "") -> HostKernel:
+        if (source, instance) not in libraries:
+            libraries[source, instance] = library(source, instance)
+        return HostKernel(getattr(libraries[source, instance], f"launch_{name}"), shared_bytes)
 
     return kernel
 

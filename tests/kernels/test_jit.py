@@ -199,10 +199,15 @@ class FakeDriver:
         self.allowed = value
         return 0
 
-    def cuLaunchKernel(self, *arguments: Any) -> int:
-        shared_bytes = arguments[7]
-        self.launched.append(shared_bytes)
-        return 0 if shared_bytes <= self.allowed else 1
+    def cuLaunchKernelEx(self, launch: Any, *_: Any) -> int:
+        launch = launch._obj
+        self.launched.append(launch.shared_bytes)
+        self.grid, self.threads = tuple(launch.grid), tuple(launch.threads)
+        self.attributes = [
+            (found.name, tuple(found.value.cluster) if found.name == 4 else found.value.flag)
+            for found in launch.attributes[: launch.attribute_count]
+        ]
+        return 0 if launch.shared_bytes <= self.allowed else 1
 
 
 def test_kernels_of_one_function_keep_their_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,3 +218,23 @@ def test_kernels_of_one_function_keep_their_shared_memory(monkeypatch: pytest.Mo
     for kernel in (large, small):
         kernel((1,), 128, 1)
     assert driver.launched == [90_000, 70_000]
+
+
+def test_a_launch_says_what_the_driver_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver()
+    monkeypatch.setattr(jit, "_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    kernel = jit.Kernel(ctypes.c_void_p(), "f", 64)
+    kernel((5,), 128, 1)
+    assert (driver.grid, driver.threads, driver.attributes) == ((5, 1, 1), (128, 1, 1), [])
+    kernel((5, 4, 3), 32, 1, cluster=True, early=True)
+    assert driver.grid == (5, 4, 3)
+    # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    assert driver.attributes == [(4, (1, 4, 1)), (6, 1)]
+
+
+def test_a_source_includes_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(jit, "SOURCES", tmp_path)
+    (tmp_path / "a.cu").write_text('int a;\n#include "b.cuh"\nint c;\n')
+    (tmp_path / "b.cuh").write_text("int b;\n")
+    assert jit.read_source("a") == "int a;\nint b;\n\nint c;\n"

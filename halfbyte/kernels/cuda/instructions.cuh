@@ -1,0 +1,137 @@
+// Instructions of the tensor cores, of copies into shared memory and of clusters, as functions.
+
+#if __CUDA_ARCH__ >= 900
+#define HOPPER 1
+#else
+#define HOPPER 0
+#endif
+
+enum class Element { bfloat16, float16 };
+
+__device__ __forceinline__ unsigned shared_address(const void* place) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(place));
+}
+
+// Starts to copy from global into shared memory.
+__device__ __forceinline__ void copy_16_bytes(unsigned to, const void* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
+}
+
+template <int BYTES>
+__device__ __forceinline__ void copy_bytes(unsigned to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES));
+}
+
+__device__ __forceinline__ void end_of_copies() { asm volatile("cp.async.commit_group;" ::); }
+
+// Waits until no more than `LATER` of the groups of copies are under way, for the whole warp.
+template <int LATER>
+__device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
+    __syncwarp();
+}
+
+// Four matrices of 8 rows of 16 bytes, their rows at the addresses of lanes 0-7, 8-15 and so on:
+// word `lane % 4` of row `lane / 4` of each.
+__device__ __forceinline__ void load_matrices(unsigned (&words)[4], unsigned address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(address));
+}
+
+// Two products, which are exact here: one factor is a power of two.
+template <Element E>
+__device__ __forceinline__ unsigned times(unsigned a, unsigned power) {
+    unsigned product;
+    if constexpr (E == Element::bfloat16) {
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;"
+            : "=r"(product) : "r"(a), "r"(power), "r"(0x80008000u));
+    } else {
+        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(power));
+    }
+    return product;
+}
+
+// sums [16, 8] = weights [16, 16] tokens [16, 8] + start
+template <Element E>
+__device__ __forceinline__ void multiply_add(
+    float (&sums)[4], const unsigned (&weights)[4], unsigned tokens, unsigned more_tokens,
+    const float (&start)[4]) {
+    if constexpr (E == Element::bfloat16) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
+            "{%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+            : "=f"(sums[0]), "=f"(sums[1]), "=f"(sums[2]), "=f"(sums[3])
+            : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "r"(tokens),
+              "r"(more_tokens), "f"(start[0]), "f"(start[1]), "f"(start[2]), "f"(start[3]));
+    } else {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
+            "{%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+            : "=f"(sums[0]), "=f"(sums[1]), "=f"(sums[2]), "=f"(sums[3])
+            : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "r"(tokens),
+              "r"(more_tokens), "f"(start[0]), "f"(start[1]), "f"(start[2]), "f"(start[3]));
+    }
+}
+
+template <Element E>
+__device__ __forceinline__ unsigned short rounded(float x) {
+    unsigned short bits;
+    if constexpr (E == Element::bfloat16) {
+#if HOPPER
+        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+#else
+        unsigned pair;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %1;" : "=r"(pair) : "f"(x));
+        bits = static_cast<unsigned short>(pair);
+#endif
+    } else {
+        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    }
+    return bits;
+}
+
+// Nothing that an earlier kernel of the stream writes may be read before this. Weights and scales
+// are not written by kernels of a stream that they are used in.
+__device__ __forceinline__ void wait_for_earlier_kernels() {
+#if HOPPER
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void let_later_kernels_start() {
+#if HOPPER
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// The programs with the same blockIdx.x and blockIdx.z.
+struct Cluster {
+    int rank, size;
+};
+
+__device__ __forceinline__ Cluster this_cluster() {
+    return {static_cast<int>(blockIdx.y), static_cast<int>(gridDim.y)};
+}
+
+__device__ __forceinline__ void synchronize(Cluster cluster) {
+#if HOPPER
+    if (cluster.size > 1) {
+        asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+        return;
+    }
+#endif
+    __syncthreads();
+}
+
+// A number in the shared memory of program `rank` of the cluster, at the place it has here.
+__device__ __forceinline__ float load_shared_of(const float* place, int rank, Cluster cluster) {
+#if HOPPER
+    if (cluster.size > 1) {
+        unsigned here = shared_address(place), there;
+        float value;
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
+        asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there) : "memory");
+        return value;
+    }
+#endif
+    return *place;
+}

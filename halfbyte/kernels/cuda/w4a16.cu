@@ -1,0 +1,484 @@
+// Products of 16-bit activations with INT4 weights, read as a checkpoint stores them.
+//
+// A weight [N, K] is int32 [N, K/8], eight codes to a word, the first column in the lowest nibble,
+// code + 8 stored; its scales are bfloat16 [N, groups]. Nothing is repacked. A warp has some rows of
+// 128 columns at a time copied into a ring of its own in shared memory, with the activations they
+// meet, some blocks ahead; warps that share rows take neighbouring blocks, so that a program reads
+// rows in long pieces. `ldmatrix` then gives each lane one word of a group of 32 columns: a 16 x 16
+// operand of the tensor cores, for a sum over columns may be taken in any order. Weights are the
+// left operand, up to eight tokens the right one.
+//
+// The sums of a group start from -8 times the sum of its activations, which a product with a
+// constant matrix gives, so that no weight is ever corrected; then they are multiplied by the scale
+// in float32. The weight itself is never rounded.
+//
+// Warps that share rows, and the programs of a cluster, which share them too, add up their parts in
+// a fixed order through shared memory: no atomics, no workspace, the same bits every time.
+//
+// Compiled at run time by halfbyte/kernels/jit.py; the plain torch twin is in reference.py.
+
+#include "instructions.cuh"
+
+constexpr int BLOCK = 128;     // columns that a warp works on at a time
+constexpr int ROW_BYTES = 64;  // of a block
+constexpr int PADDING = 4;     // floats between rows of partial sums, so that lanes spread over banks
+
+// ------------------------------------------------------------------------------------- the weight
+
+// A code in the lowest bits of a 16-bit float, or sixteen times it, is that many times the smallest
+// number there is: subnormal, or with the smallest exponent, where the scale is the same. So a mask
+// turns nibbles into numbers. Activations are made larger in turn, where they would come out
+// subnormal in float32, and what was multiplied by sixteen smaller.
+constexpr unsigned NIBBLES = 0x000F000Fu, NEXT_NIBBLES = 0x00F000F0u;
+constexpr unsigned MINUS_8 = 0x80088008u, MINUS_128 = 0x80808080u;
+
+template <Element E>
+constexpr unsigned LARGER = E == Element::bfloat16 ? 0x5F805F80u : 0x3C003C00u;  // 2^64, 1
+
+template <Element E>
+constexpr unsigned SMALLER = E == Element::bfloat16 ? 0x5D805D80u : 0x2C002C00u;  // 2^60, 1 / 16
+
+// What sums are multiplied with in the end: 2^(133 - 64), or 2^24.
+template <Element E>
+constexpr float UNIT = E == Element::bfloat16 ? 590295810358705651712.0f : 16777216.0f;
+
+// How the warps of a program share its rows and columns.
+template <int ROW_GROUPS_, int TOKENS_, int WARPS_BY_ROWS_, int WARPS_BY_COLUMNS_, int DEPTH_,
+          int SCALES_>
+struct Tile {
+    static constexpr int ROW_GROUPS = ROW_GROUPS_;  // of 16 rows, of a warp
+    static constexpr int TOKENS = TOKENS_;
+    static constexpr int TOKEN_BLOCKS = (TOKENS + 7) / 8;
+    static constexpr int WARPS_BY_ROWS = WARPS_BY_ROWS_;
+    static constexpr int WARPS_BY_COLUMNS = WARPS_BY_COLUMNS_;
+    static constexpr int DEPTH = DEPTH_;    // blocks in the ring of a warp
+    static constexpr int SCALES = SCALES_;  // of a row in a block: 4, 2 or 1
+    static constexpr int WARP_ROWS = 16 * ROW_GROUPS;
+    static constexpr int ROWS = WARP_ROWS * WARPS_BY_ROWS;
+    static constexpr int THREADS = 32 * WARPS_BY_ROWS * WARPS_BY_COLUMNS;
+    // In the ring: codes, scales (one alone is loaded when it is needed) and activations.
+    static constexpr int SCALE_BYTES = SCALES > 1 ? 2 * SCALES : 0;
+    static constexpr int SCALES_AT = WARP_ROWS * ROW_BYTES;
+    static constexpr int TOKENS_AT = SCALES_AT + WARP_ROWS * SCALE_BYTES;
+    static constexpr int STAGE = TOKENS_AT + TOKENS * 2 * BLOCK;
+};
+
+// Columns and scales of a weight; columns are a multiple of BLOCK.
+struct Shape {
+    int columns, groups, group_shift;  // a group is 1 << group_shift columns
+};
+
+// Sums over this warp's columns of weights times tokens, for its rows. `row_of` gives the row of
+// the weight for a row of the program, `token_of` the activations of a token, or nullptr.
+template <typename T, Element E, typename RowOf, typename TokenOf>
+__device__ __forceinline__ void sum_columns(
+    float (&sums)[T::ROW_GROUPS][T::TOKEN_BLOCKS][4], unsigned char* shared,
+    const uint4* __restrict__ packed, const unsigned short* __restrict__ scales, Shape shape,
+    Cluster part, RowOf row_of, TokenOf token_of) {
+    constexpr int HALVES = 2 * T::ROW_GROUPS;  // of 8 rows
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int row = lane / 4, quarter = lane % 4;
+    const int blocks = shape.columns / BLOCK;
+    const int row_words = shape.columns / 32;  // 16-byte words of a row
+    const int first_row = warp / T::WARPS_BY_COLUMNS * T::WARP_ROWS;
+    const int step = part.size * T::WARPS_BY_COLUMNS;
+    const int first = part.rank * T::WARPS_BY_COLUMNS + warp % T::WARPS_BY_COLUMNS;
+
+    // Of eight rows of 64 bytes, pieces of 16 change places so that eight rows of one piece, as
+    // `load_matrices` reads them, lie in all banks.
+    const unsigned ring = shared_address(shared) + warp * T::DEPTH * T::STAGE;
+    const unsigned own = ring + 16 * (4 * row + (quarter ^ (row / 2)));
+    const unsigned matrices = ring + ROW_BYTES * lane;
+    unsigned rows[HALVES], scale_rows[T::ROW_GROUPS];
+#pragma unroll
+    for (int i = 0; i < HALVES; i++) rows[i] = row_of(first_row + 8 * i + row);
+    if constexpr (T::SCALES > 1) {
+#pragma unroll
+        for (int i = 0; i < T::WARP_ROWS / 32; i++) scale_rows[i] = row_of(first_row + 32 * i + lane);
+    }
+    auto fetch_weights = [&](int block, int stage) {
+#pragma unroll
+        for (int i = 0; i < HALVES; i++) {
+            copy_16_bytes(own + stage * T::STAGE + 8 * ROW_BYTES * i,
+                          packed + size_t(rows[i]) * row_words + 4 * block + quarter);
+        }
+        if constexpr (T::SCALES > 1) {
+#pragma unroll
+            for (int i = 0; i < T::WARP_ROWS / 32; i++) {
+                copy_bytes<T::SCALE_BYTES>(
+                    ring + stage * T::STAGE + T::SCALES_AT + (32 * i + lane) * T::SCALE_BYTES,
+                    scales + size_t(scale_rows[i]) * shape.groups + T::SCALES * block);
+            }
+        }
+    };
+#pragma unroll
+    for (int i = 0; i < T::DEPTH - 1; i++) {
+        if (first + i * step < blocks) fetch_weights(first + i * step, i);
+    }
+    wait_for_earlier_kernels();
+    const uint4* token[T::TOKEN_BLOCKS];
+#pragma unroll
+    for (int b = 0; b < T::TOKEN_BLOCKS; b++) {
+        token[b] = 8 * b + row < T::TOKENS ? token_of(8 * b + row) : nullptr;
+    }
+    // A lane copies, and reads, the activations of the columns that it gets codes of.
+    const int own_tokens = T::TOKENS_AT + 64 * row + 16 * quarter;
+    auto fetch_tokens = [&](int block, int stage) {
+#pragma unroll
+        for (int b = 0; b < T::TOKEN_BLOCKS; b++) {
+            if (token[b]) {
+#pragma unroll
+                for (int w = 0; w < 4; w++) {
+                    copy_16_bytes(ring + stage * T::STAGE + own_tokens + 64 * (w * T::TOKENS + 8 * b),
+                                  token[b] + 16 * block + 4 * w + quarter);
+                }
+            }
+        }
+    };
+#pragma unroll
+    for (int i = 0; i < T::DEPTH - 1; i++) {
+        if (first + i * step < blocks) fetch_tokens(first + i * step, i);
+        end_of_copies();
+    }
+
+    int stage = 0, free = T::DEPTH - 1;
+    for (int block = first; block < blocks; block += step) {
+        unsigned factors[HALVES][2];  // the scales of a row
+        if constexpr (T::SCALES == 1) {
+#pragma unroll
+            for (int i = 0; i < HALVES; i++) {
+                factors[i][0] = scales[size_t(rows[i]) * shape.groups
+                                       + (block * BLOCK >> shape.group_shift)];
+            }
+        }
+        const int ahead = block + (T::DEPTH - 1) * step;
+        if (ahead < blocks) {
+            fetch_weights(ahead, free);
+            fetch_tokens(ahead, free);
+        }
+        end_of_copies();
+        wait_for_copies<T::DEPTH - 1>();
+        const unsigned here = stage * T::STAGE;
+        const unsigned char* place = shared + warp * T::DEPTH * T::STAGE + here;
+        if constexpr (T::SCALES > 1) {
+#pragma unroll
+            for (int i = 0; i < HALVES; i++) {
+#pragma unroll
+                for (int s = 0; s < T::SCALES / 2; s++) {
+                    factors[i][s] = reinterpret_cast<const unsigned*>(
+                        place + T::SCALES_AT + (8 * i + row) * T::SCALE_BYTES)[s];
+                }
+            }
+        }
+#pragma unroll
+        for (int w = 0; w < 4; w++) {
+            unsigned pairs[T::TOKEN_BLOCKS][4];  // activations j and j + 4 of eight
+            float starts[T::TOKEN_BLOCKS][4];    // -8 times the sum of activations
+#pragma unroll
+            for (int b = 0; b < T::TOKEN_BLOCKS; b++) {
+                uint4 eight = make_uint4(0, 0, 0, 0);
+                if (token[b]) {
+                    eight = *reinterpret_cast<const uint4*>(
+                        place + own_tokens + 64 * (w * T::TOKENS + 8 * b));
+                }
+                pairs[b][0] = times<E>(__byte_perm(eight.x, eight.z, 0x5410), LARGER<E>);
+                pairs[b][1] = times<E>(__byte_perm(eight.x, eight.z, 0x7632), SMALLER<E>);
+                pairs[b][2] = times<E>(__byte_perm(eight.y, eight.w, 0x5410), LARGER<E>);
+                pairs[b][3] = times<E>(__byte_perm(eight.y, eight.w, 0x7632), SMALLER<E>);
+                const unsigned offsets[4] = {MINUS_8, MINUS_8, MINUS_128, MINUS_128};
+                multiply_add<E>(starts[b], offsets, pairs[b][0], pairs[b][1], {0, 0, 0, 0});
+                multiply_add<E>(starts[b], offsets, pairs[b][2], pairs[b][3], starts[b]);
+            }
+            const unsigned piece = here + 16 * (w ^ (lane / 2 % 4));
+#pragma unroll
+            for (int i = 0; i < T::ROW_GROUPS; i += 2) {
+                unsigned words[4];
+                load_matrices(words, matrices + piece + 16 * ROW_BYTES * i);
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    const unsigned upper = words[2 * j], lower = words[2 * j + 1];
+                    const unsigned codes[4] = {upper & NIBBLES, lower & NIBBLES,
+                                               upper & NEXT_NIBBLES, lower & NEXT_NIBBLES};
+                    const unsigned more[4] = {
+                        upper >> 8 & NIBBLES, lower >> 8 & NIBBLES,
+                        upper >> 8 & NEXT_NIBBLES, lower >> 8 & NEXT_NIBBLES};
+                    float scale[2];
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        const int s = w * T::SCALES / 4;
+                        const unsigned both = factors[2 * (i + j) + h][s / 2];
+                        scale[h] = __uint_as_float(s % 2 ? both & 0xFFFF0000u : both << 16);
+                    }
+#pragma unroll
+                    for (int b = 0; b < T::TOKEN_BLOCKS; b++) {
+                        float group[4];
+                        multiply_add<E>(group, codes, pairs[b][0], pairs[b][1], starts[b]);
+                        multiply_add<E>(group, more, pairs[b][2], pairs[b][3], group);
+                        float (&sum)[4] = sums[i + j][b];
+                        sum[0] = fmaf(group[0], scale[0], sum[0]);
+                        sum[1] = fmaf(group[1], scale[0], sum[1]);
+                        sum[2] = fmaf(group[2], scale[1], sum[2]);
+                        sum[3] = fmaf(group[3], scale[1], sum[3]);
+                    }
+                }
+            }
+        }
+        __syncwarp();
+        free = stage;
+        stage = stage + 1 == T::DEPTH ? 0 : stage + 1;
+    }
+}
+
+// Leaves the sums of each warp in shared memory, [warps by columns][tokens][rows], and waits for
+// all programs of the cluster.
+template <typename T>
+__device__ __forceinline__ void share(
+    float* shared, const float (&sums)[T::ROW_GROUPS][T::TOKEN_BLOCKS][4], Cluster part) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int first = warp / T::WARPS_BY_COLUMNS * T::WARP_ROWS + lane / 4;
+    float* mine = shared + (warp % T::WARPS_BY_COLUMNS) * T::TOKENS * (T::ROWS + PADDING);
+    __syncthreads();  // the rings are done with
+#pragma unroll
+    for (int i = 0; i < T::ROW_GROUPS; i++) {
+#pragma unroll
+        for (int b = 0; b < T::TOKEN_BLOCKS; b++) {
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const int token = 8 * b + 2 * (lane % 4) + j % 2;
+                if (token < T::TOKENS) {
+                    mine[token * (T::ROWS + PADDING) + first + 16 * i + 8 * (j / 2)] = sums[i][b][j];
+                }
+            }
+        }
+    }
+    synchronize(part);
+}
+
+// One sum, over all columns.
+template <typename T, Element E>
+__device__ __forceinline__ float total(const float* shared, int token, int row, Cluster part) {
+    float sum = 0.0f;
+    for (int rank = 0; rank < part.size; rank++) {
+#pragma unroll
+        for (int warp = 0; warp < T::WARPS_BY_COLUMNS; warp++) {
+            const int place = (warp * T::TOKENS + token) * (T::ROWS + PADDING) + row;
+            sum += load_shared_of(shared + place, rank, part);
+        }
+    }
+    return sum * UNIT<E>;
+}
+
+// Calls `write` with the tokens and rows that are this program's to finish; both numbers of rows
+// are powers of two.
+template <typename T, typename Write>
+__device__ __forceinline__ void finish(int tokens, int rows, Cluster part, Write write) {
+    const int count = rows / part.size, shift = 31 - __clz(count);
+    for (int i = threadIdx.x; i < tokens * count; i += T::THREADS) {
+        write(i >> shift, part.rank * count + (i & (count - 1)));
+    }
+    if (part.size > 1) synchronize(part);  // others may still read what this program shares
+}
+
+// ------------------------------------------------------------------------------------------ dense
+
+// y [M, N] = x [M, K] times a weight [N, K] transposed; M is at most T::TOKENS.
+template <typename T, Element E>
+__device__ __forceinline__ void dense(
+    const uint4* packed, const unsigned short* scales, const uint4* x, unsigned short* y,
+    int tokens, int rows, Shape shape) {
+    extern __shared__ __align__(128) unsigned char memory[];
+    const Cluster part = this_cluster();
+    const int first = blockIdx.x * T::ROWS;
+    float sums[T::ROW_GROUPS][T::TOKEN_BLOCKS][4] = {};
+    let_later_kernels_start();
+    sum_columns<T, E>(
+        sums, memory, packed, scales, shape, part,
+        [&](int row) { return min(first + row, rows - 1); },
+        [&](int token) {
+            return token < tokens ? x + size_t(token) * (shape.columns / 8) : nullptr;
+        });
+    float* parts = reinterpret_cast<float*>(memory);
+    share<T>(parts, sums, part);
+    finish<T>(tokens, T::ROWS, part, [&](int token, int row) {
+        const float sum = total<T, E>(parts, token, row, part);
+        if (first + row < rows) y[size_t(token) * rows + first + row] = rounded<E>(sum);
+    });
+}
+
+// ------------------------------------------------------------------------------ mixture of experts
+
+// A program's part of the work: up to T::TOKENS of the pairs (token, expert) of one expert.
+struct Work {
+    int expert, first, count, unused;
+};
+
+// The work of a layer, by a program of one thread to an expert: `order` holds the pairs sorted by
+// expert, `list` the pieces of it. Pairs of an expert that is not here are left out.
+extern "C" __global__ void __launch_bounds__(1024) list_work(
+    const int* experts, int pairs, int expert_count, int pairs_of_a_work, int* order, Work* list,
+    int* works) {
+    __shared__ int chunk[1024], totals[2][1024];
+    const int thread = threadIdx.x;
+    let_later_kernels_start();
+    wait_for_earlier_kernels();
+    int count = 0;
+    for (int start = 0; start < pairs; start += 1024) {
+        __syncthreads();
+        chunk[thread] = start + thread < pairs ? experts[start + thread] : -1;
+        __syncthreads();
+        for (int i = 0; i < min(1024, pairs - start); i++) count += chunk[i] == thread;
+    }
+    if (thread >= expert_count) count = 0;
+    const int own_works = (count + pairs_of_a_work - 1) / pairs_of_a_work;
+    totals[0][thread] = count, totals[1][thread] = own_works;
+    for (int distance = 1; distance < 1024; distance *= 2) {
+        __syncthreads();
+        const int before = thread >= distance ? totals[0][thread - distance] : 0;
+        const int works_before = thread >= distance ? totals[1][thread - distance] : 0;
+        __syncthreads();
+        totals[0][thread] += before, totals[1][thread] += works_before;
+    }
+    int place = totals[0][thread] - count;
+    for (int i = 0; i < own_works; i++) {
+        const int first = place + i * pairs_of_a_work;
+        list[totals[1][thread] - own_works + i] = {
+            thread, first, min(pairs_of_a_work, place + count - first), 0};
+    }
+    if (thread == 1023) *works = totals[1][1023];
+    for (int start = 0; start < pairs; start += 1024) {
+        __syncthreads();
+        chunk[thread] = start + thread < pairs ? experts[start + thread] : -1;
+        __syncthreads();
+        if (count == 0) continue;
+        for (int i = 0; i < min(1024, pairs - start); i++) {
+            if (chunk[i] == thread) order[place++] = start + i;
+        }
+    }
+}
+
+// gated [pairs, I] = silu(gate) up, of a weight [experts, 2 I, K], gate first. Both come from
+// one program: sixteen rows of the one, sixteen of the other, and so on.
+template <typename T, Element E>
+__device__ __forceinline__ void gate_up(
+    const uint4* packed, const unsigned short* scales, const uint4* x, unsigned short* gated,
+    const Work* list, const int* works, const int* order, int pairs_per_token, int intermediate,
+    Shape shape) {
+    extern __shared__ __align__(128) unsigned char memory[];
+    const Cluster part = this_cluster();
+    constexpr int HALF = T::ROWS / 2;
+    const int start = blockIdx.x * HALF;
+    let_later_kernels_start();
+    wait_for_earlier_kernels();
+    if (blockIdx.z >= *works) return;
+    const Work work = list[blockIdx.z];
+    const size_t offset = size_t(work.expert) * 2 * intermediate;
+    float sums[T::ROW_GROUPS][T::TOKEN_BLOCKS][4] = {};
+    sum_columns<T, E>(
+        sums, memory, packed + offset * (shape.columns / 32), scales + offset * shape.groups, shape,
+        part,
+        [&](int row) {
+            const int place = start + row / 32 * 16 + row % 16;
+            return min(place, intermediate - 1) + (row / 16 % 2) * intermediate;
+        },
+        [&](int token) {
+            if (token >= work.count) return static_cast<const uint4*>(nullptr);
+            const int source = order[work.first + token] / pairs_per_token;
+            return x + size_t(source) * (shape.columns / 8);
+        });
+    float* parts = reinterpret_cast<float*>(memory);
+    share<T>(parts, sums, part);
+    finish<T>(work.count, HALF, part, [&](int token, int place) {
+        const int row = place / 16 * 32 + place % 16;
+        const float gate = total<T, E>(parts, token, row, part);
+        const float up = total<T, E>(parts, token, row + 16, part);
+        if (start + place < intermediate) {
+            const size_t target = size_t(order[work.first + token]) * intermediate;
+            gated[target + start + place] = rounded<E>(gate / (1.0f + __expf(-gate)) * up);
+        }
+    });
+}
+
+// parts [pairs, N] float32 = gated [pairs, K] times a weight [experts, N, K] transposed, times the
+// router's weight of the pair.
+template <typename T, Element E>
+__device__ __forceinline__ void down(
+    const uint4* packed, const unsigned short* scales, const uint4* gated, float* out,
+    const Work* list, const int* works, const int* order, const float* router, int rows,
+    Shape shape) {
+    extern __shared__ __align__(128) unsigned char memory[];
+    const Cluster part = this_cluster();
+    const int first = blockIdx.x * T::ROWS;
+    let_later_kernels_start();
+    wait_for_earlier_kernels();
+    if (blockIdx.z >= *works) return;
+    const Work work = list[blockIdx.z];
+    const size_t offset = size_t(work.expert) * rows;
+    float sums[T::ROW_GROUPS][T::TOKEN_BLOCKS][4] = {};
+    sum_columns<T, E>(
+        sums, memory, packed + offset * (shape.columns / 32), scales + offset * shape.groups, shape,
+        part, [&](int row) { return min(first + row, rows - 1); },
+        [&](int token) {
+            if (token >= work.count) return static_cast<const uint4*>(nullptr);
+            return gated + size_t(order[work.first + token]) * (shape.columns / 8);
+        });
+    float* parts = reinterpret_cast<float*>(memory);
+    share<T>(parts, sums, part);
+    finish<T>(work.count, T::ROWS, part, [&](int token, int row) {
+        const float sum = total<T, E>(parts, token, row, part);
+        const int pair = order[work.first + token];
+        if (first + row < rows) out[size_t(pair) * rows + first + row] = sum * router[pair];
+    });
+}
+
+// y [M, N] = the sum over a token's experts, in their order, of parts [M, experts of a token, N].
+template <Element E>
+__device__ __forceinline__ void add_experts(
+    const float* parts, const int* experts, unsigned short* y, int pairs_per_token,
+    int expert_count, int rows) {
+    const int row = blockIdx.x * blockDim.x + threadIdx.x, token = blockIdx.y;
+    let_later_kernels_start();
+    wait_for_earlier_kernels();
+    if (row >= rows) return;
+    float sum = 0.0f;
+    for (int i = 0; i < pairs_per_token; i++) {
+        const int pair = token * pairs_per_token + i;
+        if (experts[pair] >= 0 && experts[pair] < expert_count) sum += parts[size_t(pair) * rows + row];
+    }
+    y[size_t(token) * rows + row] = rounded<E>(sum);
+}
+
+// ------------------------------------------------------------------------------------ entry points
+
+// One of these is appended to the source for each tile that is used, with the number of programs
+// that are to fit a multiprocessor.
+#define DENSE(E, RESIDENT, ...)                                                                    \
+    extern "C" __global__ void __launch_bounds__(Tile<__VA_ARGS__>::THREADS, RESIDENT) run(        \
+        const uint4* packed, const unsigned short* scales, const uint4* x, unsigned short* y,      \
+        int tokens, int rows, int columns, int groups, int shift) {                                \
+        dense<Tile<__VA_ARGS__>, E>(packed, scales, x, y, tokens, rows, {columns, groups, shift}); \
+    }
+
+#define GATE_UP(E, RESIDENT, ...)                                                                  \
+    extern "C" __global__ void __launch_bounds__(Tile<__VA_ARGS__>::THREADS, RESIDENT) run(        \
+        const uint4* packed, const unsigned short* scales, const uint4* x, unsigned short* gated,  \
+        const Work* list, const int* works, const int* order, int pairs_per_token,                 \
+        int intermediate, int columns, int groups, int shift) {                                    \
+        gate_up<Tile<__VA_ARGS__>, E>(packed, scales, x, gated, list, works, order,                \
+                                      pairs_per_token, intermediate, {columns, groups, shift});    \
+    }
+
+#define DOWN(E, RESIDENT, ...)                                                                     \
+    extern "C" __global__ void __launch_bounds__(Tile<__VA_ARGS__>::THREADS, RESIDENT) run(        \
+        const uint4* packed, const unsigned short* scales, const uint4* gated, float* parts,       \
+        const Work* list, const int* works, const int* order, const float* router, int rows,       \
+        int columns, int groups, int shift) {                                                      \
+        down<Tile<__VA_ARGS__>, E>(packed, scales, gated, parts, list, works, order, router, rows, \
+                                   {columns, groups, shift});                                      \
+    }
+
+#define ADD_EXPERTS(E)                                                                             \
+    extern "C" __global__ void __launch_bounds__(256) run(                                         \
+        const float* parts, const int* experts, unsigned short* y, int pairs_per_token,            \
+        int expert_count, int rows) {                                                              \
+        add_experts<E>(parts, experts, y, pairs_per_token, expert_count, rows);                    \
+    }

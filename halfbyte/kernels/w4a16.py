@@ -1,0 +1,274 @@
+"""Products of 16-bit activations with INT4 weights as a checkpoint stores them, on the GPU.
+
+`linear` is one product, `experts` a layer of routed experts. The kernels (`cuda/w4a16.cu`) read
+`weight_packed` and `weight_scale` as they lie in a checkpoint. No atomics and no workspace: the
+bits are the same in every run and on any number of streams, and a graph may capture launches.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import astuple, dataclass
+
+import torch
+
+from halfbyte.errors import DependencyError
+from halfbyte.kernels.jit import Kernel, kernel
+
+BLOCK = 128
+"""Columns that the kernels take at a time; K is a multiple of it."""
+
+_ELEMENTS = {torch.bfloat16: "Element::bfloat16", torch.float16: "Element::float16"}
+_ENTRIES = {"dense": "DENSE", "gate_up": "GATE_UP", "down": "DOWN"}
+
+
+@dataclass(frozen=True)
+class Packed:
+    """An INT4 weight [..., N, K]: int32 [..., N, K/8] and the bfloat16 scales [..., N, groups]."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    @property
+    def rows(self) -> int:
+        return self.codes.shape[-2]
+
+    @property
+    def columns(self) -> int:
+        return 8 * self.codes.shape[-1]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How the warps of a program share rows and columns; see `Tile` in cuda/w4a16.cu."""
+
+    row_groups: int
+    tokens: int
+    warps_by_rows: int
+    warps_by_columns: int
+    depth: int
+    resident: int
+    """Programs that are to fit a multiprocessor."""
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.row_groups * self.warps_by_rows
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_by_rows * self.warps_by_columns
+
+    def shared_bytes(self, scales: int) -> int:
+        """`scales` of a row in a block."""
+        warps = self.warps_by_rows * self.warps_by_columns
+        scale_bytes = 2 * scales if scales > 1 else 0
+        stage = 16 * self.row_groups * (BLOCK // 2 + scale_bytes) + 2 * BLOCK * self.tokens
+        sums = 4 * self.warps_by_columns * self.tokens * (self.rows + 4)
+        return max(warps * self.depth * stage, sums)
+
+
+WIDE = Tile(4, 16, 1, 8, 3, 1)
+"""For 9 to 16 tokens."""
+DEEP = Tile(4, 8, 1, 4, 2, 3)
+"""For up to 8 tokens, where there are rows enough."""
+QUICK = Tile(2, 8, 1, 8, 3, 2)
+"""For up to 8 tokens and few rows."""
+
+
+def unsupported(weight: Packed) -> str:
+    """Why the kernels cannot take a weight; empty when they can."""
+    groups, columns = weight.scales.shape[-1], weight.columns
+    size = columns // groups if columns % groups == 0 else 0
+    if columns % BLOCK:
+        return f"{columns} columns are no multiple of {BLOCK}"
+    if groups > 1 and (size < 32 or size & (size - 1)):
+        return f"groups of {size} columns; they are 32, 64, 128 or another power of two, or a row"
+    if weight.codes.dtype != torch.int32 or weight.scales.dtype != torch.bfloat16:
+        return f"codes {weight.codes.dtype} and scales {weight.scales.dtype}"
+    return ""
+
+
+def available(device: torch.device) -> bool:
+    """Whether the GPU and the installation can run the kernels."""
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    try:
+        with torch.cuda.device(device):
+            _named("list_work")
+    except DependencyError:
+        return False
+    return True
+
+
+def linear(x: torch.Tensor, weight: Packed, *, early: bool = False) -> torch.Tensor:
+    """x [M, K] times `weight` [N, K] transposed: [M, N] in the dtype of `x`, bfloat16 or float16.
+
+    Sums are float32; weights are not rounded. With `early` the kernel may start before the one
+    before it in the stream has ended and read weights then: only where nothing in the stream writes
+    them. Raises ValueError for what the kernels cannot take (see `unsupported`).
+    """
+    _check(x, weight, ())
+    tokens, rows = x.shape[0], weight.rows
+    y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
+    for start in range(0, tokens, WIDE.tokens):
+        part = x[start : start + WIDE.tokens]
+        tile, split = _dense_tile(part.shape[0], rows, weight.columns)
+        split = split if _has_clusters(x.device) else 1
+        run = _kernel("dense", tile, x.dtype, _scales_of_block(weight))
+        run(
+            (-(-rows // tile.rows), split), tile.threads, weight.codes, weight.scales, part,
+            y[start : start + WIDE.tokens], part.shape[0], *_shape(weight),
+            cluster=split > 1, early=early,
+        )  # fmt: skip
+    return y
+
+
+def experts(
+    x: torch.Tensor,
+    gate_up: Packed,
+    down: Packed,
+    chosen: torch.Tensor,
+    router: torch.Tensor,
+    *,
+    early: bool = False,
+) -> torch.Tensor:
+    """The routed experts of a layer: [M, H] for `x` [M, H].
+
+    `gate_up` [E, 2 I, H] has the gates first, `down` is [E, H, I]; `chosen` int32 [M, T] are the
+    experts of a token, of which those outside 0..E-1 are left out, `router` float32 [M, T] their
+    weights. silu(gate) times up is rounded to the dtype of `x`; all else is float32. `early` as in
+    `linear`.
+    """
+    expert_count, intermediate = gate_up.codes.shape[0], gate_up.rows // 2
+    _check(x, gate_up, (expert_count,))
+    work = Work.of(chosen, expert_count, early=early)
+    gated = x.new_empty(chosen.numel(), intermediate)
+    _check(gated, down, (expert_count,))
+    run_gate_up(x, gate_up, work, gated, early=early)
+    parts = torch.empty(chosen.numel(), down.rows, dtype=torch.float32, device=x.device)
+    run_down(gated, down, work, router, parts, early=early)
+    y = torch.empty_like(x)
+    _named("add_experts", f"ADD_EXPERTS({_ELEMENTS[x.dtype]})")(
+        (-(-down.rows // 256), x.shape[0]), 256, parts, chosen, y, chosen.shape[1], expert_count,
+        down.rows, early=early,
+    )  # fmt: skip
+    return y
+
+
+@dataclass(frozen=True)
+class Work:
+    """Which expert has which tokens, on the GPU: pieces of up to so many pairs (token, expert)."""
+
+    order: torch.Tensor
+    """int32 [pairs], by expert."""
+    pieces: torch.Tensor
+    """int32 [at most, 4]: expert, first in `order`, count."""
+    count: torch.Tensor
+    """int32 [1], of pieces."""
+    tile: Tile
+    pairs_of_token: int
+
+    @staticmethod
+    def of(chosen: torch.Tensor, expert_count: int, *, early: bool = False) -> Work:
+        pairs = chosen.numel()
+        tile = DEEP
+        order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
+        most = min(pairs, expert_count + pairs // tile.tokens)
+        pieces = torch.empty(most, 4, dtype=torch.int32, device=chosen.device)
+        count = torch.empty(1, dtype=torch.int32, device=chosen.device)
+        if expert_count > 1024:
+            raise ValueError(f"{expert_count} experts, and the kernels take up to 1,024")
+        _named("list_work")(
+            (1,), 1024, chosen, pairs, expert_count, tile.tokens, order, pieces, count, early=early
+        )
+        return Work(order, pieces, count, tile, chosen.shape[1])
+
+
+def run_gate_up(
+    x: torch.Tensor, weight: Packed, work: Work, gated: torch.Tensor, *, early: bool = False
+) -> None:
+    """gated [pairs, I] = silu(gate) times up of each pair, for `x` [M, H]."""
+    intermediate = weight.rows // 2
+    strips = -(-intermediate // (work.tile.rows // 2))
+    run = _kernel("gate_up", work.tile, x.dtype, _scales_of_block(weight))
+    _, columns, groups, shift = _shape(weight)
+    run(
+        (strips, 1, work.pieces.shape[0]), work.tile.threads, weight.codes, weight.scales, x,
+        gated, work.pieces, work.count, work.order, work.pairs_of_token, intermediate, columns,
+        groups, shift, early=early,
+    )  # fmt: skip
+
+
+def run_down(
+    gated: torch.Tensor,
+    weight: Packed,
+    work: Work,
+    router: torch.Tensor,
+    parts: torch.Tensor,
+    *,
+    early: bool = False,
+) -> None:
+    """parts float32 [pairs, H] = the down projection of each pair times its router weight."""
+    strips = -(-weight.rows // work.tile.rows)
+    run = _kernel("down", work.tile, gated.dtype, _scales_of_block(weight))
+    run(
+        (strips, 1, work.pieces.shape[0]), work.tile.threads, weight.codes, weight.scales,
+        gated, parts, work.pieces, work.count, work.order, router, *_shape(weight), early=early,
+    )  # fmt: skip
+
+
+def _dense_tile(tokens: int, rows: int, columns: int) -> tuple[Tile, int]:
+    """The tile, and the programs of a cluster that share its rows."""
+    if tokens > DEEP.tokens:
+        return WIDE, 2 if rows * columns > 64 << 20 and rows < 16384 else 1
+    if rows >= 12288 or columns <= 2048:
+        return DEEP, 1
+    if columns >= 12288:
+        return DEEP, 2
+    return QUICK, 1
+
+
+@functools.cache
+def _has_clusters(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _kernel(entry: str, tile: Tile, dtype: torch.dtype, scales: int) -> Kernel:
+    *shape, resident = astuple(tile)
+    arguments = ", ".join(str(value) for value in (resident, *shape, scales))
+    instance = f"{_ENTRIES[entry]}({_ELEMENTS[dtype]}, {arguments})"
+    return kernel("w4a16", "run", tile.shared_bytes(scales), instance)
+
+
+@functools.cache
+def _named(name: str, instance: str = "") -> Kernel:
+    return kernel("w4a16", "run" if instance else name, instance=instance)
+
+
+def _scales_of_block(weight: Packed) -> int:
+    return max(1, BLOCK * weight.scales.shape[-1] // weight.columns)
+
+
+def _shape(weight: Packed) -> tuple[int, int, int, int]:
+    """Rows, columns, groups and the power of two that a group has of columns."""
+    groups = weight.scales.shape[-1]
+    shift = (weight.columns // groups).bit_length() - 1 if groups > 1 else 31
+    return weight.rows, weight.columns, groups, shift
+
+
+def _check(x: torch.Tensor, weight: Packed, leading: tuple[int, ...]) -> None:
+    if reason := unsupported(weight):
+        raise ValueError(f"the INT4 kernels cannot take this weight: {reason}")
+    rows, columns = weight.rows, weight.columns
+    groups = weight.scales.shape[-1]
+    expected = ((*leading, rows, columns // 8), (*leading, rows, groups))
+    if (tuple(weight.codes.shape), tuple(weight.scales.shape)) != expected:
+        raise ValueError(
+            f"codes {list(weight.codes.shape)} and scales {list(weight.scales.shape)} are not "
+            "those of one weight"
+        )
+    if x.dim() != 2 or x.shape[1] != columns or x.dtype not in _ELEMENTS:
+        raise ValueError(
+            f"activations {list(x.shape)} of {x.dtype}: the weight takes [M, {columns}] of "
+            "bfloat16 or float16"
+        )

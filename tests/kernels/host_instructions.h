@@ -1,0 +1,95 @@
+// halfbyte/kernels/cuda/instructions.cuh for the host: the same functions, by their definition.
+#pragma once
+
+enum class Element { bfloat16, float16 };
+
+template <Element E>
+float value_of(unsigned short bits) {
+    if constexpr (E == Element::bfloat16) return __uint_as_float(unsigned(bits) << 16);
+    _Float16 value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+template <Element E>
+unsigned short rounded(float x) {
+    if constexpr (E == Element::bfloat16) {
+        const unsigned bits = __float_as_uint(x);
+        return (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
+    }
+    const _Float16 value = x;
+    unsigned short bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+// Copies happen when they are asked for, so that one that comes too early is seen.
+inline unsigned shared_address(const void* place) {
+    return static_cast<const unsigned char*>(place) - memory;
+}
+inline void copy_16_bytes(unsigned to, const void* from) {
+    if (to % 16 || reinterpret_cast<std::uintptr_t>(from) % 16) std::abort();
+    std::memcpy(memory + to, from, 16);
+}
+template <int BYTES>
+void copy_bytes(unsigned to, const void* from) {
+    if (to % BYTES || reinterpret_cast<std::uintptr_t>(from) % BYTES) std::abort();
+    std::memcpy(memory + to, from, BYTES);
+}
+inline void end_of_copies() {}
+template <int LATER>
+void wait_for_copies() {
+    __syncwarp();
+}
+
+inline void load_matrices(unsigned (&words)[4], unsigned address) {
+    const int lane = threadIdx.x % 32;
+    warp().places[lane] = memory + address;
+    __syncwarp();
+    for (int i = 0; i < 4; i++) {
+        words[i] = static_cast<const unsigned*>(warp().places[8 * i + lane / 4])[lane % 4];
+    }
+    __syncwarp();
+}
+
+template <Element E>
+unsigned times(unsigned a, unsigned power) {
+    const auto half = [&](int shift) {
+        return rounded<E>(value_of<E>(a >> shift) * value_of<E>(power >> shift));
+    };
+    return half(0) | unsigned(half(16)) << 16;
+}
+
+template <Element E>
+void multiply_add(float (&sums)[4], const unsigned (&weights)[4], unsigned tokens,
+                  unsigned more_tokens, const float (&start)[4]) {
+    const int lane = threadIdx.x % 32;
+    unsigned* own = warp().words[lane];
+    std::copy(weights, weights + 4, own);
+    own[4] = tokens, own[5] = more_tokens;
+    __syncwarp();
+    float result[4];
+    for (int i = 0; i < 4; i++) {
+        const int row = lane / 4 + 8 * (i / 2), token = 2 * (lane % 4) + i % 2;
+        double sum = start[i];
+        for (int k = 0; k < 16; k++) {
+            const unsigned weight = warp().words[4 * (row % 8) + k % 8 / 2][row / 8 + k / 8 * 2];
+            const unsigned activation = warp().words[4 * token + k % 8 / 2][4 + k / 8];
+            sum += double(value_of<E>(weight >> 16 * (k % 2)))
+                   * value_of<E>(activation >> 16 * (k % 2));
+        }
+        result[i] = sum;
+    }
+    __syncwarp();
+    std::copy(result, result + 4, sums);
+}
+
+inline void wait_for_earlier_kernels() {}
+inline void let_later_kernels_start() {}
+
+struct Cluster {
+    int rank, size;
+};
+inline Cluster this_cluster() { return {int(blockIdx.y), int(gridDim.y)}; }
+inline void synchronize(Cluster) { __syncthreads(); }
+inline float load_shared_of(const float* place, int, Cluster) { return *place; }
