@@ -15,6 +15,7 @@ from halfbyte.core import LinearReport, StoredWeight, TensorInfo
 from halfbyte.errors import CheckpointError
 from halfbyte.formats import int4
 from halfbyte.formats.shards import TORCH_DTYPES, ShardReader, row_slices
+from halfbyte.quantize.locate import Excess, locate
 
 SLICE_BYTES = 64 << 20
 HALF_STEP = 0.5 + 1e-4
@@ -24,8 +25,11 @@ LARGEST_SCALE = 1 / 3
 NOISE_FACTOR = 5.0
 """GPTQ moves weights on purpose, but not further than this many times the rounding noise. On
 trained models it is 1.0 to 1.8 times; codes of another weight are at 9 and more."""
-ERROR_TOLERANCE = 1e-3
-"""Relative; errors of a report are sums of float32 numbers, in an order that devices choose."""
+ERROR_TOLERANCE = 6e-9
+"""Relative; a report has nine digits. Errors and their squares are the same float32 numbers on all
+devices, since a code times a scale is exact, and their sums are float64."""
+SCALED_ERROR_TOLERANCE = 1e-3
+"""The same of a weight whose inputs were scaled: devices differ in the last bits of a power."""
 
 
 def weight_fault(weight: StoredWeight, reader: ShardReader) -> str | None:
@@ -83,7 +87,10 @@ def difference(
             weight = source_reader.read_weight(source, torch.float32)
             if scaled is not None:
                 weight = scaled(weight)
-            return _int4_difference(weight, output, output_reader, report, rounded=rounded)
+            tolerance = ERROR_TOLERANCE if scaled is None else SCALED_ERROR_TOLERANCE
+            return _int4_difference(
+                weight, output, output_reader, report, rounded=rounded, tolerance=tolerance
+            )
     except CheckpointError as error:
         return str(error)
     return f"is stored as {output.encoding}, its source as {source.encoding}"
@@ -144,10 +151,12 @@ def _int4_difference(
     report: LinearReport | None,
     *,
     rounded: bool,
+    tolerance: float,
 ) -> str | None:
-    assert output.scheme is not None
+    scheme = output.scheme
+    assert scheme is not None
     parts = {f"weight_{key}": reader.read(info) for key, info in output.parts.items()}
-    codes, stored_scales = int4.unpack(parts, output.scheme)
+    codes, stored_scales = int4.unpack(parts, scheme)
     groups = stored_scales.shape[1]
     grouped = weight.unflatten(1, (groups, -1))
     scales = stored_scales.float().unsqueeze(2)
@@ -161,18 +170,27 @@ def _int4_difference(
             f"scale [{row}, {group}] is {float(scales[row, group, 0]):.4g}, but the largest weight "
             f"of its group, {float(largest[row, group]):.4g}, asks for about a seventh of that"
         )
+    energy = _energy(weight)
+    error = _energy((steps * scales).sub_(grouped))
+
+    def place() -> str:
+        excess = None
+        if report is not None:
+            reported = report.weight_error * energy
+            slack = tolerance * reported + 1e-6 * abs(error - reported)
+            excess = Excess(error - reported, slack)
+        found = locate(weight, codes, stored_scales, scheme, excess)
+        return f"; {found}" if found is not None else ""
+
     if rounded:
-        scheme = output.scheme
         exact = (grouped / scales).clamp(scheme.code_min, scheme.code_max)
         off = ((steps - exact).abs() > HALF_STEP).flatten(1)
         if bool(off.any()):
             row, column = (int(i) for i in off.nonzero()[0])
             return (
                 f"{int(off.sum())} codes are not the nearest, first at {[row, column]}: "
-                f"{int(codes[row, column])} for {float(exact.flatten(1)[row, column]):.3f}"
+                f"{int(codes[row, column])} for {float(exact.flatten(1)[row, column]):.3f}{place()}"
             )
-    energy = _energy(weight)
-    error = _energy((steps * scales).sub_(grouped))
     noise = _energy(scales.expand_as(grouped)) / 12  # the variance of a uniform step
     if error > NOISE_FACTOR**2 * noise:
         return (
@@ -181,8 +199,9 @@ def _int4_difference(
         )
     if report is not None and energy > 0:
         found = error / energy
-        if not math.isclose(found, report.weight_error, rel_tol=ERROR_TOLERANCE, abs_tol=1e-12):
-            return f"has relative error {found:.6g}, the report says {report.weight_error:.6g}"
+        if not math.isclose(found, report.weight_error, rel_tol=tolerance, abs_tol=1e-12):
+            said = report.weight_error
+            return f"has relative error {found:.9g}, the report says {said:.9g}{place()}"
     return None
 
 
