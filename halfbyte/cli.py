@@ -51,7 +51,9 @@ EXAMPLES: Mapping[str, str] = {
   quantize inspect GLM-5.2-INT4 --json""",
     "verify": """
   quantize verify GLM-5.2-INT4
-  quantize verify GLM-5.2-INT4 --source GLM-5.2-FP8""",
+  quantize verify GLM-5.2-INT4 --source GLM-5.2-FP8
+  quantize verify GLM-5.2-INT4 --source GLM-5.2-FP8 --kernels \\
+    --calibration text.jsonl --layers 3,40-42""",
     "eval": """
   quantize eval GLM-5.2-INT4 --text heldout.jsonl --baseline GLM-5.2-FP8
   quantize eval GLM-5.2-INT4 --tasks tasks --limit 200 -o int4.json

@@ -296,6 +296,54 @@ def test_verify_exits_1_on_a_mismatch(quantize: Quantize, tiny: Path, tmp_path: 
     assert quantize("verify", output, "-q")[:2] == (1, "")
 
 
+def test_verify_with_kernels_shows_each_layer(
+    quantize: Quantize, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from halfbyte.kernels import reference
+
+    output, text = tmp_path / "out", tmp_path / "text.txt"
+    text.write_text("words of a text " * 99)
+    quantize(tiny, "--to", "int4", "--method", "rtn", "-o", output, "-q")
+    words = ["verify", output, "--source", tiny, "--kernels", "--layers", "1-2,4"]
+    shown = quantize(*words, "--calibration", text, "--samples", 2, "--sequence-length", 24)
+    assert shown.exit_code == 0
+    assert "inputs  what linears read of 48 tokens of text" in shown.stdout
+    assert "check kernels: " in shown.stderr
+    rows = [line.split() for line in shown.stdout.splitlines() if re.match(r" +\d+  ", line)]
+    assert [row[:2] for row in rows] == [["1", "12"], ["2", "12"], ["4", "12"]]
+    assert all(row[-1].startswith("mlp.experts.") and row[4].endswith("%") for row in rows)
+    found = quantize(*words[:2], "--kernels", "--device", "cpu", "--json")
+    assert found.exit_code == 0
+    kernels = found.document["kernels"]
+    assert kernels["inputs"] == "standard normal numbers"
+    assert {check["name"].split(".")[2] for check in kernels["linears"]} == {"1", "2", "3", "4"}
+    assert len(kernels["experts"]) == 4
+    assert all(0 < check["error"] < 0.005 for check in kernels["linears"])
+    monkeypatch.setattr(reference, "linear_int4", lambda x, *_: x.new_zeros(len(x), 64))
+    wrong = quantize("verify", output, "--kernels", "--layers", "2")
+    assert wrong.exit_code == 1
+    assert "kernel: model.layers.2.mlp.experts.0.gate_proj: with 1 token the output" in wrong.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--layers", "3"], "--layers is for --kernels"),
+        (["--calibration", "text.txt"], "--calibration is for --kernels"),
+        (["--kernels", "--samples", "3"], "--samples and --sequence-length are of the text"),
+        (["--kernels", "--layers", "3,x"], "--layers 3,x: 'x' is no layer"),
+        (["--kernels", "--layers", "4-3"], "--layers 4-3: '4-3' is no layer"),
+        (["--kernels", "--layers", ""], "'' is no layer"),
+    ],
+)
+def test_verify_with_options_that_do_not_fit(
+    quantize: Quantize, tiny: Path, words: list[str], message: str
+) -> None:
+    outcome = quantize("verify", tiny, *words)
+    assert outcome.exit_code == 2
+    assert message in outcome.stderr
+
+
 def test_eval_measures_text_and_saves_what_it_found(
     quantize: Quantize, tiny: Path, tmp_path: Path
 ) -> None:

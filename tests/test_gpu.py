@@ -20,8 +20,10 @@ from halfbyte.formats.budgets import COPYING
 from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.shards import Checks, Request, ShardReader
 from halfbyte.formats.weights import logical_weights
+from halfbyte.kernels import w4a16
 from halfbyte.kernels.reference import unpack_int4
 from halfbyte.quantize import pipeline
+from halfbyte.quantize.kernel_check import KernelRequest
 from halfbyte.quantize.plan import make_plan
 from halfbyte.quantize.recipe import load_recipe
 from halfbyte.quantize.verify import verify
@@ -123,6 +125,37 @@ def test_no_byte_depends_on_where_data_waits(
         memory = replace(plan.memory, placement=placement)
         run(replace(plan, memory=memory), tmp_path / str(number))
         assert weights(tmp_path / str(number)) == weights(tmp_path / "as planned")
+
+
+def test_kernels_are_checked_on_what_they_read(source: Path, tmp_path: Path) -> None:
+    """256 columns for gate and up; the 192 of down are no multiple of 128, so torch takes them."""
+    wide = write_tiny(tmp_path / "wide", layers=3, hidden=256, moe_intermediate=256)
+    for folder, by_kernel in ((wide, {True}), (source, {True, False})):
+        run(plan_of(folder, replace(GPU, method="rtn")), tmp_path / f"{folder.name}-INT4")
+        tokens = torch.randint(10, 300, (8, 48), generator=torch.Generator().manual_seed(6))
+        for request in (KernelRequest("cuda:0"), KernelRequest("cuda:0", tokens)):
+            result = verify(tmp_path / f"{folder.name}-INT4", folder, kernels=request)
+            assert result.mismatches == ()
+            assert result.kernels is not None
+            assert result.kernels.engine.startswith("CUDA kernels on ")
+            assert {check.by_kernel for check in result.kernels.linears} == by_kernel
+            assert {check.by_kernel for check in result.kernels.experts} == {by_kernel == {True}}
+
+
+def test_a_wrong_kernel_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_tiny(tmp_path / "wide", layers=3, hidden=256, moe_intermediate=256)
+    run(plan_of(source, replace(GPU, method="rtn")), tmp_path / "INT4")
+    made = w4a16.linear
+
+    def unwritten(x: torch.Tensor, weight: w4a16.Packed) -> torch.Tensor:
+        y = torch.empty(len(x), weight.rows, dtype=x.dtype, device=x.device)
+        y[:, 1:] = made(x, weight)[:, 1:]
+        return y
+
+    monkeypatch.setattr(w4a16, "linear", unwritten)
+    found = verify(tmp_path / "INT4", kernels=KernelRequest("cuda:0")).mismatches
+    assert {m.kind for m in found} == {"kernel"}
+    assert all("row 0 is nan" in m.message for m in found)
 
 
 def test_page_locked_memory_is_bounded_while_a_gpu_is_busy(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from halfbyte.models import KnownModel
     from halfbyte.publish import Publication
     from halfbyte.quantize.duration import Duration
+    from halfbyte.quantize.kernel_check import KernelResult, ProductCheck
     from halfbyte.quantize.verify import VerifyResult
 
 # A plan.
@@ -301,6 +302,79 @@ def verify_lines(result: VerifyResult) -> list[str]:
     found = [f"{m.kind}: {m.name}: {m.message}" for m in result.mismatches]
     verdict = _plural(len(found), "mismatch", "mismatches") if found else "all as they should be"
     return [*found, f"{_plural(result.tensors, 'tensor')} checked: {verdict}"]
+
+
+def kernel_lines(result: KernelResult) -> list[str]:
+    """What made the products, of what, and what the table says."""
+    return [
+        f"engine  {result.engine}",
+        f"inputs  {result.inputs}",
+        "errors  of a layer's worst linear, relative, against float64 with the decoded weights;",
+        "        the margin is what float32 sums may add to the rounding of the result",
+        "",
+    ]
+
+
+def kernel_table(result: KernelResult) -> Table:
+    """A row per layer: the worst against float64, and against the source if there is one."""
+    against_source = any(check.output_error is not None for check in result.linears)
+    columns = [
+        Column("layer", number=True),
+        Column("linears", number=True),
+        Column("kernel error", number=True),
+        Column("rounding alone", number=True),
+        Column("margin used", number=True),
+        Column("by all experts at once", number=True),
+    ]
+    if against_source:
+        columns += [
+            Column("against the source", number=True),
+            Column("worst", number=True),
+            Column("linear"),
+        ]
+    experts = {check.layer: check for check in result.experts}
+    layers: dict[int | None, list[ProductCheck]] = {}
+    for check in result.linears:
+        layers.setdefault(check.layer, []).append(check)
+    rows = []
+    for layer, checks in layers.items():
+        together = experts.get(layer)
+        row = [
+            "none" if layer is None else str(layer),
+            f"{len(checks):,}",
+            _error(_largest(check.error for check in checks)),
+            _error(_largest(check.rounding for check in checks)),
+            _share(_largest(check.of_allowance for check in checks)),
+            "" if together is None else _share(together.of_allowance),
+        ]
+        if against_source:
+            row += _output_errors(checks)
+        rows.append(tuple(row))
+    return Table(columns=tuple(columns), rows=tuple(rows))
+
+
+def _output_errors(checks: Sequence[ProductCheck]) -> list[str]:
+    """Mean and worst against the source, and which linear that is."""
+    known = [(c.output_error, c.name) for c in checks if c.output_error is not None]
+    if not known:
+        return ["", "", ""]
+    worst, name = max(known)
+    inside = re.sub(r"^.*layers\.\d+\.", "", name)
+    return [_error(sum(error for error, _ in known) / len(known)), _error(worst), inside]
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    """None when one of them is."""
+    known = list(values)
+    return None if None in known else max(value for value in known if value is not None)
+
+
+def _error(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.2e}"
+
+
+def _share(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.1%}"
 
 
 def _plural(count: int, one: str, many: str | None = None) -> str:

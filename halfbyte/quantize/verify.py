@@ -2,15 +2,16 @@
 
 The folder is opened as a server would, its linears are held against what vLLM and SGLang would
 read from its config, and its shards against the hashes of the run. With the source at hand the plan
-is made again from the recipe in the run's report, and every tensor is compared.
+is made again from the recipe in the run's report, and every tensor is compared. If asked for, every
+INT4 linear also goes through the product that serves it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +37,10 @@ from halfbyte.quantize.readers import scalable_inputs
 from halfbyte.quantize.recipe import recipe_from_dict
 
 if TYPE_CHECKING:
+    import torch
+
+    from halfbyte.formats.shards import ShardReader
+    from halfbyte.quantize.kernel_check import KernelRequest, KernelResult
     from halfbyte.quantize.smoothing import Smoothing
 
 
@@ -44,7 +49,8 @@ class Mismatch:
     """One thing that is not as it should be."""
 
     kind: str
-    """What was checked: "folder", "report", "loader", "mtp", "hash", "plan", "value", "config"."""
+    """What was checked: "folder", "report", "loader", "mtp", "hash", "plan", "value", "config",
+    "kernel" or "output"."""
     name: str
     """The file, tensor or server it is about."""
     message: str
@@ -68,6 +74,8 @@ class VerifyResult:
     mismatches: tuple[Mismatch, ...]
     notes: tuple[str, ...] = ()
     """What could not be checked, and why."""
+    kernels: KernelResult | None = None
+    """The products of its INT4 linears, if they were asked for."""
 
 
 _WITHOUT_REPORT = (
@@ -77,13 +85,18 @@ _WITHOUT_REPORT = (
 
 
 def verify(
-    folder: Path, source: Path | None = None, *, progress: Progress | None = None
+    folder: Path,
+    source: Path | None = None,
+    *,
+    kernels: KernelRequest | None = None,
+    progress: Progress | None = None,
 ) -> VerifyResult:
     """Check the checkpoint in `folder`, against the checkpoint it was made from if that is given.
 
     Holds one weight at a time, and reads the folder up to three times: for its hashes, for values
     that no weight can have, and for the comparison. Whatever is wrong with `folder` is a
-    mismatch; raises `CheckpointError` only when `source` cannot be opened.
+    mismatch; raises `CheckpointError` only when `source` cannot be opened. With `kernels` it reads
+    the folder once more, holds a layer, and raises what `check_kernels` does.
     """
     progress = progress or SilentProgress()
     mismatches = list(_stray_files(folder))
@@ -95,17 +108,28 @@ def verify(
     except CheckpointError as error:
         mismatches.append(Mismatch("folder", folder.name, str(error)))
         return VerifyResult(0, 0, 0, 0, tuple(mismatches))
+    if kernels is not None:  # before hours of reading
+        from halfbyte.quantize.kernel_check import check_request
+
+        check_request(checkpoint, weights, kernels)
     report = _read_report(folder, mismatches)
     if report is not None:
         mismatches += _hashes(checkpoint, report, progress)
     mismatches += _values(checkpoint, weights, progress)
+    original = None
     if source is not None:
-        mismatches += _against_source(
-            open_checkpoint(source), checkpoint, weights, report, progress
+        original = _original(open_checkpoint(source), report)
+        mismatches += _against_source(original, checkpoint, weights, report, progress)
+    notes = [] if report is not None else [_WITHOUT_REPORT]
+    products = None
+    if kernels is not None:
+        products, faults, left_out = _kernels(
+            kernels, original, checkpoint, weights, report, progress
         )
+        mismatches += faults
+        notes += left_out
     progress.finish()
     quantized = sum(weight.encoding == "int4" for weight in weights.values())
-    notes = [] if report is not None else [_WITHOUT_REPORT]
     if not quantized:
         notes.append("no weight in it is INT4")
     return VerifyResult(
@@ -115,6 +139,7 @@ def verify(
         compared=len(weights) if source is not None else 0,
         mismatches=tuple(mismatches),
         notes=tuple(notes),
+        kernels=products,
     )
 
 
@@ -211,8 +236,51 @@ def _values(
             progress.advance(weight.nbytes)
 
 
+@dataclass(frozen=True)
+class _Original:
+    """The source, and what the run did to its weights before they were rounded."""
+
+    checkpoint: Checkpoint
+    weights: Mapping[str, StoredWeight]
+    plan: Plan | None
+    """Made again from the report; None without one, or when that failed."""
+    smoothings: Mapping[int | None, Smoothing] = field(default_factory=dict)
+    """By layer."""
+    faults: tuple[Mismatch, ...] = ()
+
+    def scaling(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """What scaling of inputs did to a decoded weight; None when it left it alone."""
+        smoothing = self.smoothings.get(layer_index(name))
+        if smoothing is None or not smoothing.touches(name):
+            return None
+        return partial(smoothing.apply, name)
+
+    def read(self, reader: ShardReader, name: str) -> torch.Tensor | None:
+        """A weight as it was rounded, float32; None for one that is not there."""
+        if (stored := self.weights.get(name)) is None:
+            return None
+        weight, scaling = reader.read_weight(stored), self.scaling(name)
+        return weight if scaling is None else scaling(weight)
+
+
+def _original(source: Checkpoint, report: RunReport | None) -> _Original:
+    weights = logical_weights(source)
+    if report is None:
+        return _Original(source, weights, None)
+    try:
+        plan = make_plan(source, recipe_from_dict(report.recipe), report.settings)
+    except HalfbyteError as error:
+        fault = Mismatch("plan", source.path.name, f"the plan cannot be made again: {error}")
+        return _Original(source, weights, None, faults=(fault,))
+    try:
+        return _Original(source, weights, plan, _smoothings(plan, report))
+    except ValueError as error:
+        fault = Mismatch("report", REPORT_FILE, f"has scales that cannot be: {error}")
+        return _Original(source, weights, plan, faults=(fault,))
+
+
 def _against_source(
-    source: Checkpoint,
+    original: _Original,
     output: Checkpoint,
     weights: Mapping[str, StoredWeight],
     report: RunReport | None,
@@ -221,48 +289,62 @@ def _against_source(
     from halfbyte.formats.shards import ShardReader
     from halfbyte.quantize.compare import difference
 
+    source, plan = original.checkpoint, original.plan
     yield from _unchanged_files(source, output)
+    yield from original.faults
     dropped: set[str] = set()
-    smoothings: dict[int | None, Smoothing] = {}
-    if report is not None:
-        try:
-            plan = make_plan(source, recipe_from_dict(report.recipe), report.settings)
-        except HalfbyteError as error:
-            yield Mismatch("plan", source.path.name, f"the plan cannot be made again: {error}")
-        else:
-            dropped = {t.name for t in plan.tensors if t.action == "drop"}
-            yield from _unplanned(plan, output, report)
-            try:
-                smoothings = _smoothings(plan, report)
-            except ValueError as error:
-                yield Mismatch("report", REPORT_FILE, f"has scales that cannot be: {error}")
-    originals = logical_weights(source)
-    for name in weights.keys() - originals.keys():
+    if plan is not None and report is not None:
+        dropped = {t.name for t in plan.tensors if t.action == "drop"}
+        yield from _unplanned(plan, output, report)
+    for name in weights.keys() - original.weights.keys():
         yield Mismatch("plan", name, "has no source")
     linears = {linear.name: linear for linear in report.linears} if report is not None else {}
     only_rounded = report is not None and not report.settings.compensates
     progress.start("compare", source.nbytes, "bytes")
     with ShardReader(source) as source_reader, ShardReader(output) as output_reader:
-        for name, original in originals.items():
-            progress.advance(original.nbytes)
+        for name, stored in original.weights.items():
+            progress.advance(stored.nbytes)
             if name in weights:
                 linear = linears.get(name.removesuffix(".weight"))
                 fallback = linear.fallback if linear is not None else None
-                smoothing = smoothings.get(layer_index(name))
-                scaled = smoothing is not None and smoothing.touches(name)
                 fault = difference(
-                    original,
+                    stored,
                     source_reader,
                     weights[name],
                     output_reader,
                     linear,
                     rounded=(fallback or "").startswith("rtn") or only_rounded,
-                    scaled=partial(smoothing.apply, name) if smoothing and scaled else None,
+                    scaled=original.scaling(name),
                 )
                 if fault is not None:
                     yield Mismatch("value", name, fault)
             elif name not in dropped:
                 yield Mismatch("plan", name, "is in the source but not in the output")
+
+
+def _kernels(
+    request: KernelRequest,
+    original: _Original | None,
+    checkpoint: Checkpoint,
+    weights: Mapping[str, StoredWeight],
+    report: RunReport | None,
+    progress: Progress,
+) -> tuple[KernelResult, list[Mismatch], tuple[str, ...]]:
+    """The products, what is wrong with them, and what was left out."""
+    from halfbyte.formats.shards import ShardReader
+    from halfbyte.quantize.kernel_check import check_kernels
+
+    source = original.checkpoint if original is not None else checkpoint
+    with ShardReader(source) as reader:
+        result, faults, notes = check_kernels(
+            checkpoint,
+            weights,
+            request,
+            progress,
+            original=partial(original.read, reader) if original is not None else None,
+            reports={linear.name: linear for linear in report.linears} if report else None,
+        )
+    return result, [Mismatch(*fault) for fault in faults], notes
 
 
 def _smoothings(plan: Plan, report: RunReport) -> dict[int | None, Smoothing]:
