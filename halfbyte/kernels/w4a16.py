@@ -61,18 +61,23 @@ class Tile:
     def shared_bytes(self, scales: int) -> int:
         """`scales` of a row in a block."""
         warps = self.warps_by_rows * self.warps_by_columns
-        scale_bytes = 2 * scales if scales > 1 else 0
-        stage = 16 * self.row_groups * (BLOCK // 2 + scale_bytes) + 2 * BLOCK * self.tokens
+        stage = 16 * self.row_groups * (BLOCK // 2 + (2 * scales if scales > 1 else 0))
+        pieces = 0
+        if self.tokens > 8:
+            piece = 512 if self.tokens > 16 else 512 + 64
+            pieces = 2 * 4 * (self.tokens // 8) * self.warps_by_columns * piece
+        else:
+            stage += 2 * BLOCK * self.tokens
         sums = 4 * self.warps_by_columns * self.tokens * (self.rows + 4)
-        return max(warps * self.depth * stage, sums)
+        return max(warps * self.depth * stage + pieces, sums)
 
 
-WIDE = Tile(4, 16, 1, 8, 3, 1)
-"""For 9 to 16 tokens."""
 DEEP = Tile(4, 8, 1, 4, 2, 3)
 """For up to 8 tokens, where there are rows enough."""
 QUICK = Tile(2, 8, 1, 8, 3, 2)
 """For up to 8 tokens and few rows."""
+MANY = (Tile(4, 16, 4, 2, 2, 2), Tile(4, 32, 4, 1, 2, 2), Tile(2, 64, 8, 1, 2, 2))
+"""For up to 16, 32 and 64 tokens."""
 
 
 def unsupported(weight: Packed) -> str:
@@ -110,14 +115,14 @@ def linear(x: torch.Tensor, weight: Packed, *, early: bool = False) -> torch.Ten
     _check(x, weight, ())
     tokens, rows = x.shape[0], weight.rows
     y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
-    for start in range(0, tokens, WIDE.tokens):
-        part = x[start : start + WIDE.tokens]
+    for start in range(0, tokens, MANY[-1].tokens):
+        part = x[start : start + MANY[-1].tokens]
         tile, split = _dense_tile(part.shape[0], rows, weight.columns)
         split = split if _has_clusters(x.device) else 1
         run = _kernel("dense", tile, x.dtype, _scales_of_block(weight))
         run(
             (-(-rows // tile.rows), split), tile.threads, weight.codes, weight.scales, part,
-            y[start : start + WIDE.tokens], part.shape[0], *_shape(weight),
+            y[start : start + MANY[-1].tokens], part.shape[0], *_shape(weight),
             cluster=split > 1, early=early,
         )  # fmt: skip
     return y
@@ -220,12 +225,22 @@ def run_down(
 def _dense_tile(tokens: int, rows: int, columns: int) -> tuple[Tile, int]:
     """The tile, and the programs of a cluster that share its rows."""
     if tokens > DEEP.tokens:
-        return WIDE, 2 if rows * columns > 64 << 20 and rows < 16384 else 1
+        tile = next(tile for tile in MANY if tile.tokens >= tokens)
+        return tile, _split(tile, rows, columns)
     if rows >= 12288 or columns <= 2048:
         return DEEP, 1
     if columns >= 12288:
         return DEEP, 2
     return QUICK, 1
+
+
+def _split(tile: Tile, rows: int, columns: int) -> int:
+    """So many programs share rows that a GPU of 132 multiprocessors has enough of them."""
+    strips, split = -(-rows // tile.rows), 1
+    most = columns // BLOCK // tile.warps_by_columns
+    while split < 8 and 2 * split <= most and strips * split < 132 * tile.resident:
+        split *= 2
+    return split
 
 
 @functools.cache

@@ -53,12 +53,20 @@ inline void load_matrices(unsigned (&words)[4], unsigned address) {
 }
 
 template <Element E>
-unsigned times(unsigned a, unsigned power) {
+unsigned fma2(unsigned a, unsigned b, unsigned c) {
     const auto half = [&](int shift) {
-        return rounded<E>(value_of<E>(a >> shift) * value_of<E>(power >> shift));
+        // Exact in float64, but for sums of very different sizes, which are not taken here.
+        const double sum = double(value_of<E>(a >> shift)) * value_of<E>(b >> shift)
+                           + value_of<E>(c >> shift);
+        return rounded<E>(float(sum));
     };
     return half(0) | unsigned(half(16)) << 16;
 }
+template <Element E>
+unsigned times(unsigned a, unsigned b) {
+    return fma2<E>(a, b, 0x80008000u);
+}
+inline unsigned mask_or(unsigned word, unsigned mask, unsigned bits) { return (word & mask) | bits; }
 
 template <Element E>
 void multiply_add(float (&sums)[4], const unsigned (&weights)[4], unsigned tokens,

@@ -39,17 +39,28 @@ __device__ __forceinline__ void load_matrices(unsigned (&words)[4], unsigned add
                  : "r"(address));
 }
 
-// Two products, which are exact here: one factor is a power of two.
+// a b + c, of both halves, rounded once.
 template <Element E>
-__device__ __forceinline__ unsigned times(unsigned a, unsigned power) {
-    unsigned product;
+__device__ __forceinline__ unsigned fma2(unsigned a, unsigned b, unsigned c) {
+    unsigned d;
     if constexpr (E == Element::bfloat16) {
-        asm("fma.rn.bf16x2 %0, %1, %2, %3;"
-            : "=r"(product) : "r"(a), "r"(power), "r"(0x80008000u));
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     } else {
-        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(power));
+        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     }
-    return product;
+    return d;
+}
+
+template <Element E>
+__device__ __forceinline__ unsigned times(unsigned a, unsigned b) {
+    return fma2<E>(a, b, 0x80008000u);
+}
+
+// (word & mask) | bits, which the compiler would make two instructions of.
+__device__ __forceinline__ unsigned mask_or(unsigned word, unsigned mask, unsigned bits) {
+    unsigned result;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(result) : "r"(word), "r"(mask), "r"(bits));
+    return result;
 }
 
 // sums [16, 8] = weights [16, 16] tokens [16, 8] + start
