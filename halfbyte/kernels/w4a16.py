@@ -47,6 +47,8 @@ class Tile:
     warps_by_rows: int
     warps_by_columns: int
     depth: int
+    shared: bool
+    """Whether the warps share activations."""
     resident: int
     """Programs that are to fit a multiprocessor."""
 
@@ -55,28 +57,42 @@ class Tile:
         return 16 * self.row_groups * self.warps_by_rows
 
     @property
-    def threads(self) -> int:
-        return 32 * self.warps_by_rows * self.warps_by_columns
+    def warps(self) -> int:
+        return self.warps_by_rows * self.warps_by_columns
 
-    def shared_bytes(self, scales: int) -> int:
-        """`scales` of a row in a block."""
-        warps = self.warps_by_rows * self.warps_by_columns
+    @property
+    def piece_bytes(self) -> int:
+        """Of activations that are shared, for a block of each warp."""
+        piece = 512 if self.tokens > 16 else 512 + 64
+        return 4 * (self.tokens // 8) * self.warps_by_columns * piece if self.shared else 0
+
+    def ring_bytes(self, scales: int) -> int:
+        """Of all warps; `scales` of a row in a block."""
         stage = 16 * self.row_groups * (BLOCK // 2 + (2 * scales if scales > 1 else 0))
-        pieces = 0
-        if self.tokens > 8:
-            piece = 512 if self.tokens > 16 else 512 + 64
-            pieces = 2 * 4 * (self.tokens // 8) * self.warps_by_columns * piece
-        else:
-            stage += 2 * BLOCK * self.tokens
+        return self.warps * self.depth * (stage + (0 if self.shared else 2 * BLOCK * self.tokens))
+
+    def chunk(self, scales: int, blocks: int) -> int:
+        """Blocks of a warp, of `blocks` in all, that shared memory has room for activations of."""
+        room = SHARED_BYTES // self.resident - 1024 - self.ring_bytes(scales)
+        return max(1, min(blocks, room // self.piece_bytes)) if self.shared else 0
+
+    def shared_bytes(self, scales: int, chunk: int) -> int:
         sums = 4 * self.warps_by_columns * self.tokens * (self.rows + 4)
-        return max(warps * self.depth * stage + pieces, sums)
+        return max(self.ring_bytes(scales) + chunk * self.piece_bytes, sums)
 
 
-DEEP = Tile(4, 8, 1, 4, 2, 3)
+SHARED_BYTES = 228 << 10
+"""Of a multiprocessor (compute capability 9.0), of which a program's first KiB is the system's."""
+
+DEEP = Tile(4, 8, 1, 4, 2, False, 3)
 """For up to 8 tokens, where there are rows enough."""
-QUICK = Tile(2, 8, 1, 8, 3, 2)
+QUICK = Tile(2, 8, 1, 8, 3, False, 2)
 """For up to 8 tokens and few rows."""
-MANY = (Tile(4, 16, 4, 2, 2, 2), Tile(4, 32, 4, 1, 2, 2), Tile(2, 64, 8, 1, 2, 2))
+MANY = (
+    Tile(4, 16, 8, 1, 2, True, 2),
+    Tile(4, 32, 4, 1, 2, True, 2),
+    Tile(2, 64, 8, 1, 2, True, 2),
+)
 """For up to 16, 32 and 64 tokens."""
 
 
@@ -119,10 +135,10 @@ def linear(x: torch.Tensor, weight: Packed, *, early: bool = False) -> torch.Ten
         part = x[start : start + MANY[-1].tokens]
         tile, split = _dense_tile(part.shape[0], rows, weight.columns)
         split = split if _has_clusters(x.device) else 1
-        run = _kernel("dense", tile, x.dtype, _scales_of_block(weight))
+        run, chunk = _kernel("dense", tile, x.dtype, weight, split)
         run(
-            (-(-rows // tile.rows), split), tile.threads, weight.codes, weight.scales, part,
-            y[start : start + MANY[-1].tokens], part.shape[0], *_shape(weight),
+            (-(-rows // tile.rows), split), 32 * tile.warps, weight.codes, weight.scales, part,
+            y[start : start + MANY[-1].tokens], part.shape[0], *_shape(weight), chunk,
             cluster=split > 1, early=early,
         )  # fmt: skip
     return y
@@ -195,12 +211,12 @@ def run_gate_up(
     """gated [pairs, I] = silu(gate) times up of each pair, for `x` [M, H]."""
     intermediate = weight.rows // 2
     strips = -(-intermediate // (work.tile.rows // 2))
-    run = _kernel("gate_up", work.tile, x.dtype, _scales_of_block(weight))
+    run, chunk = _kernel("gate_up", work.tile, x.dtype, weight)
     _, columns, groups, shift = _shape(weight)
     run(
-        (strips, 1, work.pieces.shape[0]), work.tile.threads, weight.codes, weight.scales, x,
+        (strips, 1, work.pieces.shape[0]), 32 * work.tile.warps, weight.codes, weight.scales, x,
         gated, work.pieces, work.count, work.order, work.pairs_of_token, intermediate, columns,
-        groups, shift, early=early,
+        groups, shift, chunk, early=early,
     )  # fmt: skip
 
 
@@ -215,10 +231,11 @@ def run_down(
 ) -> None:
     """parts float32 [pairs, H] = the down projection of each pair times its router weight."""
     strips = -(-weight.rows // work.tile.rows)
-    run = _kernel("down", work.tile, gated.dtype, _scales_of_block(weight))
+    run, chunk = _kernel("down", work.tile, gated.dtype, weight)
     run(
-        (strips, 1, work.pieces.shape[0]), work.tile.threads, weight.codes, weight.scales,
-        gated, parts, work.pieces, work.count, work.order, router, *_shape(weight), early=early,
+        (strips, 1, work.pieces.shape[0]), 32 * work.tile.warps, weight.codes, weight.scales,
+        gated, parts, work.pieces, work.count, work.order, router, *_shape(weight), chunk,
+        early=early,
     )  # fmt: skip
 
 
@@ -248,20 +265,21 @@ def _has_clusters(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _kernel(entry: str, tile: Tile, dtype: torch.dtype, scales: int) -> Kernel:
-    *shape, resident = astuple(tile)
-    arguments = ", ".join(str(value) for value in (resident, *shape, scales))
+def _kernel(
+    entry: str, tile: Tile, dtype: torch.dtype, weight: Packed, split: int = 1
+) -> tuple[Kernel, int]:
+    """The kernel, and its chunk."""
+    scales = max(1, BLOCK * weight.scales.shape[-1] // weight.columns)
+    chunk = tile.chunk(scales, -(-weight.columns // (BLOCK * tile.warps_by_columns * split)))
+    *shape, shared, resident = astuple(tile)
+    arguments = ", ".join(str(value) for value in (resident, *shape, str(shared).lower(), scales))
     instance = f"{_ENTRIES[entry]}({_ELEMENTS[dtype]}, {arguments})"
-    return kernel("w4a16", "run", tile.shared_bytes(scales), instance)
+    return kernel("w4a16", "run", tile.shared_bytes(scales, chunk), instance), chunk
 
 
 @functools.cache
 def _named(name: str, instance: str = "") -> Kernel:
     return kernel("w4a16", "run" if instance else name, instance=instance)
-
-
-def _scales_of_block(weight: Packed) -> int:
-    return max(1, BLOCK * weight.scales.shape[-1] // weight.columns)
 
 
 def _shape(weight: Packed) -> tuple[int, int, int, int]:

@@ -88,7 +88,16 @@ def test_a_product_is_nearer_than_with_rounded_weights(dtype: torch.dtype, group
 
 @pytest.mark.parametrize(
     "tile",
-    [DEEP, QUICK, *MANY, Tile(4, 2, 2, 2, 3, 2), Tile(8, 8, 4, 1, 2, 1), Tile(2, 16, 2, 4, 3, 1)],
+    [
+        DEEP,
+        QUICK,
+        *MANY,
+        Tile(4, 2, 2, 2, 3, False, 2),
+        Tile(8, 8, 4, 1, 2, False, 1),
+        Tile(2, 8, 2, 2, 3, True, 1),
+        Tile(2, 16, 1, 4, 3, True, 1),
+        Tile(2, 16, 2, 4, 3, False, 1),
+    ],
 )
 def test_every_tile(tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = packed(ROWS, COLUMNS)
@@ -97,6 +106,17 @@ def test_every_tile(tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
     for split in (1, 2, 4, 8) if CUDA else (1,):
         monkeypatch.setattr(w4a16, "_dense_tile", lambda *_, split=split: (tile, split))
         assert error(w4a16.linear(x, weight), expected) < 3e-3
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3])
+def test_activations_in_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where shared memory has no room for all of them."""
+    monkeypatch.setattr(Tile, "chunk", lambda *_: chunk)
+    weight = packed(64, 128 * 7)
+    for tile in (Tile(2, 16, 2, 2, 2, True, 1), Tile(2, 32, 2, 1, 3, True, 1)):
+        monkeypatch.setattr(w4a16, "_dense_tile", lambda *_, tile=tile: (tile, 1))
+        x = activations(tile.tokens, 128 * 7, torch.bfloat16)
+        assert error(w4a16.linear(x, weight), x.double() @ exact(weight).T) < 3e-3
 
 
 @pytest.mark.parametrize("size", [2.0**-40, 1e-8, 1e4, 2.0**40])

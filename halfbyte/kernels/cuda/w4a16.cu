@@ -6,7 +6,7 @@
 // that share rows take neighbouring blocks, so that a program reads rows in long pieces. `ldmatrix`
 // then gives each lane one word of a group of 32 columns: a 16 x 16 operand of the tensor cores, for
 // a sum over columns may be taken in any order. Weights are the left operand, eight tokens at a time
-// the right one. Activations of up to eight tokens pass through the same ring; more are made ready
+// the right one. Activations of few tokens pass through the same ring, those of many are made ready
 // once for all warps of a program.
 //
 // The sums of a group start from -8 times the sum of its activations, which a product with a
@@ -61,7 +61,7 @@ __device__ __forceinline__ unsigned two_weights(unsigned word, unsigned scale) {
 
 // How the warps of a program share its rows and columns.
 template <int ROW_GROUPS_, int TOKENS_, int WARPS_BY_ROWS_, int WARPS_BY_COLUMNS_, int DEPTH_,
-          int SCALES_>
+          bool SHARED_, int SCALES_>
 struct Tile {
     static constexpr int ROW_GROUPS = ROW_GROUPS_;  // of 16 rows, of a warp
     static constexpr int TOKENS = TOKENS_;
@@ -74,15 +74,15 @@ struct Tile {
     static constexpr int ROWS = WARP_ROWS * WARPS_BY_ROWS;
     static constexpr int WARPS = WARPS_BY_ROWS * WARPS_BY_COLUMNS;
     static constexpr int THREADS = 32 * WARPS;
-    static constexpr bool MANY = TOKENS > 8;
+    static constexpr bool SHARED = SHARED_;  // activations, by the warps
     // With many tokens it costs less to correct and scale the weights, as they are rounded then.
     static constexpr bool ROUNDED = TOKENS > 16;
     // In a stage of a ring: codes, scales (one alone is loaded when it is needed), activations.
     static constexpr int SCALE_BYTES = SCALES > 1 ? 2 * SCALES : 0;
     static constexpr int SCALES_AT = WARP_ROWS * ROW_BYTES;
     static constexpr int TOKENS_AT = SCALES_AT + WARP_ROWS * SCALE_BYTES;
-    static constexpr int STAGE = TOKENS_AT + (MANY ? 0 : TOKENS * 2 * BLOCK);
-    // Behind the rings, twice: many activations, in pieces of 8 tokens and 32 columns.
+    static constexpr int STAGE = TOKENS_AT + (SHARED ? 0 : TOKENS * 2 * BLOCK);
+    // Behind the rings: shared activations, in pieces of 8 tokens and 32 columns; of a block of each warp:
     static constexpr int PIECES = 4 * TOKEN_BLOCKS * WARPS_BY_COLUMNS;
     static constexpr int PIECE_BYTES = 512 + (ROUNDED ? 0 : 64);
     static constexpr int PIECES_AT = WARPS * DEPTH * STAGE;
@@ -91,6 +91,7 @@ struct Tile {
 // Columns and scales of a weight; columns are a multiple of BLOCK.
 struct Shape {
     int columns, groups, group_shift;  // a group is 1 << group_shift columns
+    int chunk;  // blocks of a warp that activations are made ready for at a time
 };
 
 // The rows of a warp, and the ring that their codes and scales pass through.
@@ -243,9 +244,9 @@ __device__ __forceinline__ void add_group(
 }
 
 // Sums over this warp's columns of weights times tokens, for its rows. `token_of` gives the
-// activations of a token, or nullptr. For up to eight tokens.
+// activations of a token, or nullptr. For few tokens.
 template <typename T, Element E, typename TokenOf>
-__device__ __forceinline__ void sum_columns_of_few(
+__device__ __forceinline__ void sum_columns_alone(
     float (&sums)[T::ROW_GROUPS][T::TOKEN_BLOCKS][4], Ring<T> ring, Cluster part,
     TokenOf token_of) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -258,19 +259,27 @@ __device__ __forceinline__ void sum_columns_of_few(
     }
     wait_for_earlier_kernels();
     // A lane copies, and reads, the activations of the columns that it gets codes of.
-    const uint4* token = lane / 4 < T::TOKENS ? token_of(lane / 4) : nullptr;
-    const int own = T::TOKENS_AT + 16 * lane;
-    auto fetch_token = [&](int block, int stage) {
-        if (!token) return;
+    const uint4* token[T::TOKEN_BLOCKS];
 #pragma unroll
-        for (int w = 0; w < 4; w++) {
-            copy_bytes<16>(ring.address + stage * T::STAGE + own + 64 * w * T::TOKENS,
-                           token + 16 * block + 4 * w + lane % 4);
+    for (int b = 0; b < T::TOKEN_BLOCKS; b++) {
+        token[b] = 8 * b + lane / 4 < T::TOKENS ? token_of(8 * b + lane / 4) : nullptr;
+    }
+    const int own = T::TOKENS_AT + 16 * lane;
+    auto fetch_tokens = [&](int block, int stage) {
+#pragma unroll
+        for (int b = 0; b < T::TOKEN_BLOCKS; b++) {
+            if (!token[b]) continue;
+#pragma unroll
+            for (int w = 0; w < 4; w++) {
+                copy_bytes<16>(
+                    ring.address + stage * T::STAGE + own + 64 * (w * T::TOKENS + 8 * b),
+                    token[b] + 16 * block + 4 * w + lane % 4);
+            }
         }
     };
 #pragma unroll
     for (int i = 0; i < T::DEPTH - 1; i++) {
-        if (first + i * step < blocks) fetch_token(first + i * step, i);
+        if (first + i * step < blocks) fetch_tokens(first + i * step, i);
         end_of_copies();
     }
 
@@ -279,30 +288,36 @@ __device__ __forceinline__ void sum_columns_of_few(
         const int ahead = block + (T::DEPTH - 1) * step;
         if (ahead < blocks) {
             ring.fetch(ahead, free);
-            fetch_token(ahead, free);
+            fetch_tokens(ahead, free);
         }
         end_of_copies();
         wait_for_copies<T::DEPTH - 1>();
 #pragma unroll
         for (int w = 0; w < 4; w++) {
-            uint4 eight = make_uint4(0, 0, 0, 0);
-            if (token) {
-                eight = *reinterpret_cast<const uint4*>(
-                    ring.stages + stage * T::STAGE + own + 64 * w * T::TOKENS);
-            }
             float factors[2 * T::ROW_GROUPS];
             ring.load_scales(factors, block, stage, w);
-            unsigned pairs[4];
-            float starts[4];
-            prepare<E>(eight, pairs, starts);
+            unsigned pairs[T::TOKEN_BLOCKS][4];
+            float starts[T::TOKEN_BLOCKS][4];
+#pragma unroll
+            for (int b = 0; b < T::TOKEN_BLOCKS; b++) {
+                uint4 eight = make_uint4(0, 0, 0, 0);
+                if (token[b]) {
+                    eight = *reinterpret_cast<const uint4*>(
+                        ring.stages + stage * T::STAGE + own + 64 * (w * T::TOKENS + 8 * b));
+                }
+                prepare<E>(eight, pairs[b], starts[b]);
+            }
 #pragma unroll
             for (int i = 0; i < T::ROW_GROUPS; i += 2) {
                 unsigned codes[2][2][4];
                 ring.load_codes(codes, stage, w, i);
 #pragma unroll
                 for (int j = 0; j < 2; j++) {
-                    add_group<E>(sums[i + j][0], codes[j], pairs, starts, factors[2 * (i + j)],
-                                 factors[2 * (i + j) + 1]);
+#pragma unroll
+                    for (int b = 0; b < T::TOKEN_BLOCKS; b++) {
+                        add_group<E>(sums[i + j][b], codes[j], pairs[b], starts[b],
+                                     factors[2 * (i + j)], factors[2 * (i + j) + 1]);
+                    }
                 }
             }
         }
@@ -312,118 +327,124 @@ __device__ __forceinline__ void sum_columns_of_few(
     }
 }
 
-// The same for more tokens. Warps that share columns share what they need of the activations: each
-// makes some pieces of the next block ready when it is done with this one.
+// sums += the weights of a block of the ring times activations that are ready.
+template <typename T, Element E>
+__device__ __forceinline__ void multiply_block(
+    float (&sums)[T::ROW_GROUPS][T::TOKEN_BLOCKS][4], Ring<T>& ring, const unsigned char* pieces,
+    int block, int stage) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll 1  // unrolled it would need more registers than there are
+    for (int w = 0; w < 4; w++) {
+        float factors[2 * T::ROW_GROUPS];
+        ring.load_scales(factors, block, stage, w);
+        unsigned codes[T::ROW_GROUPS / 2][2][2][4];  // or weights
+#pragma unroll
+        for (int i = 0; i < T::ROW_GROUPS / 2; i++) {
+            if constexpr (T::ROUNDED) {
+                ring.template load_weights<E>(codes[i], factors + 4 * i, stage, w, 2 * i);
+            } else {
+                ring.load_codes(codes[i], stage, w, 2 * i);
+            }
+        }
+#pragma unroll
+        for (int b = 0; b < T::TOKEN_BLOCKS; b++) {
+            const unsigned char* piece = pieces + (w * T::TOKEN_BLOCKS + b) * T::PIECE_BYTES;
+            const uint4 four = *reinterpret_cast<const uint4*>(piece + 16 * lane);
+            const unsigned pairs[4] = {four.x, four.y, four.z, four.w};
+            if constexpr (T::ROUNDED) {
+#pragma unroll
+                for (int i = 0; i < T::ROW_GROUPS; i++) {
+                    float (&sum)[4] = sums[i][b];
+                    multiply_add<E>(sum, codes[i / 2][i % 2][0], pairs[0], pairs[1], sum);
+                    multiply_add<E>(sum, codes[i / 2][i % 2][1], pairs[2], pairs[3], sum);
+                }
+            } else {
+                const float4 start =
+                    *reinterpret_cast<const float4*>(piece + 512 + 16 * (lane % 4));
+                const float starts[4] = {start.x, start.y, start.z, start.w};
+#pragma unroll
+                for (int i = 0; i < T::ROW_GROUPS; i++) {
+                    add_group<E>(sums[i][b], codes[i / 2][i % 2], pairs, starts, factors[2 * i],
+                                 factors[2 * i + 1]);
+                }
+            }
+        }
+    }
+}
+
+// The same for any tokens. What products take of the activations is made ready for all warps of the
+// program together, for `chunk` blocks of each warp at a time.
 template <typename T, Element E, typename TokenOf>
-__device__ __forceinline__ void sum_columns_of_many(
+__device__ __forceinline__ void sum_columns_shared(
     float (&sums)[T::ROW_GROUPS][T::TOKEN_BLOCKS][4], Ring<T> ring, unsigned char* memory,
     Cluster part, TokenOf token_of) {
-    constexpr int OWN = (T::PIECES + T::WARPS - 1) / T::WARPS;  // pieces of a warp
+    constexpr int AT_ONCE = 4;  // pieces that a warp waits for together
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = warp % T::WARPS_BY_COLUMNS;
-    const int blocks = ring.shape.columns / BLOCK;
+    const int blocks = ring.shape.columns / BLOCK, chunk = ring.shape.chunk;
     const int step = part.size * T::WARPS_BY_COLUMNS;
-    const int start = part.rank * T::WARPS_BY_COLUMNS;
+    const int first = part.rank * T::WARPS_BY_COLUMNS;
+    unsigned char* const pieces = memory + T::PIECES_AT;
 #pragma unroll
     for (int i = 0; i < T::DEPTH - 1; i++) {
-        if (start + column + i * step < blocks) ring.fetch(start + column + i * step, i);
+        if (first + column + i * step < blocks) ring.fetch(first + column + i * step, i);
         end_of_copies();
     }
     wait_for_earlier_kernels();
-    // Piece p has tokens 8 (p % TOKEN_BLOCKS) and on, and columns 32 (p / TOKEN_BLOCKS) and on.
-    const uint4* token[OWN];
-    uint4 eights[OWN];
+    // Piece p has tokens 8 (p % TOKEN_BLOCKS) and on, and columns 32 (p / TOKEN_BLOCKS % 4) and on of
+    // the block that a warp comes to after p / PIECES others.
+    auto make_ready = [&](int start) {
+        const int count = chunk * T::PIECES;
+        for (int some = warp; some < count; some += AT_ONCE * T::WARPS) {
+            uint4 eights[AT_ONCE];
 #pragma unroll
-    for (int i = 0; i < OWN; i++) {
-        const int piece = warp + i * T::WARPS;
-        token[i] = piece < T::PIECES ? token_of(piece % T::TOKEN_BLOCKS * 8 + lane / 4) : nullptr;
-    }
-    auto load = [&](int start) {
-#pragma unroll
-        for (int i = 0; i < OWN; i++) {
-            const int place = 4 * ((warp + i * T::WARPS) / T::TOKEN_BLOCKS);
-            const bool inside = 32 * start * 4 + 8 * place < ring.shape.columns;
-            eights[i] = token[i] && inside ? token[i][16 * start + place + lane % 4]
-                                           : make_uint4(0, 0, 0, 0);
-        }
-    };
-    auto make_ready = [&](int buffer) {
-#pragma unroll
-        for (int i = 0; i < OWN; i++) {
-            const int piece = warp + i * T::WARPS;
-            if (piece >= T::PIECES) continue;
-            unsigned pairs[4];
-            unsigned char* place =
-                memory + T::PIECES_AT + (buffer * T::PIECES + piece) * T::PIECE_BYTES + 16 * lane;
-            if constexpr (T::ROUNDED) {
-                order(eights[i], pairs);
-            } else {
-                float starts[4];
-                prepare<E>(eights[i], pairs, starts);
-                if (lane < 4) {
-                    *reinterpret_cast<float4*>(place + 512) =
-                        make_float4(starts[0], starts[1], starts[2], starts[3]);
-                }
+            for (int i = 0; i < AT_ONCE; i++) {
+                const int p = some + i * T::WARPS, group = p / T::TOKEN_BLOCKS;
+                const int block = start + p / T::PIECES * step + group / 4 % T::WARPS_BY_COLUMNS;
+                const uint4* token = token_of(p % T::TOKEN_BLOCKS * 8 + lane / 4);
+                eights[i] = token && block < blocks
+                    ? token[16 * block + 4 * (group % 4) + lane % 4] : make_uint4(0, 0, 0, 0);
             }
-            *reinterpret_cast<uint4*>(place) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) {
+                const int p = some + i * T::WARPS;
+                if (p >= count) break;
+                unsigned pairs[4];
+                unsigned char* place = pieces + p * T::PIECE_BYTES + 16 * lane;
+                if constexpr (T::ROUNDED) {
+                    order(eights[i], pairs);
+                } else {
+                    float starts[4];
+                    prepare<E>(eights[i], pairs, starts);
+                    if (lane < 4) {
+                        *reinterpret_cast<float4*>(place + 512) =
+                            make_float4(starts[0], starts[1], starts[2], starts[3]);
+                    }
+                }
+                *reinterpret_cast<uint4*>(place) =
+                    make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+            }
         }
+        __syncthreads();
     };
-    load(start);
-    make_ready(0);
-    __syncthreads();
 
-    int stage = 0, free = T::DEPTH - 1, buffer = 0;
-    for (int base = start; base < blocks; base += step) {
+    int stage = 0, free = T::DEPTH - 1, place = chunk;
+    for (int base = first; base < blocks; base += step) {
+        if (place == chunk) {
+            if (base > first) __syncthreads();  // all are done with the chunk before
+            make_ready(base);
+            place = 0;
+        }
         const int block = base + column, ahead = block + (T::DEPTH - 1) * step;
-        if (base + step < blocks) load(base + step);
         if (ahead < blocks) ring.fetch(ahead, free);
         end_of_copies();
         wait_for_copies<T::DEPTH - 1>();
         if (block < blocks) {
-            const unsigned char* pieces =
-                memory + T::PIECES_AT
-                + (buffer * T::PIECES + 4 * column * T::TOKEN_BLOCKS) * T::PIECE_BYTES;
-#pragma unroll 1  // unrolled it would need more registers than there are
-            for (int w = 0; w < 4; w++) {
-                float factors[2 * T::ROW_GROUPS];
-                ring.load_scales(factors, block, stage, w);
-                unsigned codes[T::ROW_GROUPS / 2][2][2][4];  // or weights
-#pragma unroll
-                for (int i = 0; i < T::ROW_GROUPS / 2; i++) {
-                    if constexpr (T::ROUNDED) {
-                        ring.template load_weights<E>(codes[i], factors + 4 * i, stage, w, 2 * i);
-                    } else {
-                        ring.load_codes(codes[i], stage, w, 2 * i);
-                    }
-                }
-#pragma unroll
-                for (int b = 0; b < T::TOKEN_BLOCKS; b++) {
-                    const unsigned char* piece =
-                        pieces + (w * T::TOKEN_BLOCKS + b) * T::PIECE_BYTES;
-                    const uint4 four = *reinterpret_cast<const uint4*>(piece + 16 * lane);
-                    const unsigned pairs[4] = {four.x, four.y, four.z, four.w};
-                    if constexpr (T::ROUNDED) {
-#pragma unroll
-                        for (int i = 0; i < T::ROW_GROUPS; i++) {
-                            float (&sum)[4] = sums[i][b];
-                            multiply_add<E>(sum, codes[i / 2][i % 2][0], pairs[0], pairs[1], sum);
-                            multiply_add<E>(sum, codes[i / 2][i % 2][1], pairs[2], pairs[3], sum);
-                        }
-                    } else {
-                        const float4 start =
-                            *reinterpret_cast<const float4*>(piece + 512 + 16 * (lane % 4));
-                        const float starts[4] = {start.x, start.y, start.z, start.w};
-#pragma unroll
-                        for (int i = 0; i < T::ROW_GROUPS; i++) {
-                            add_group<E>(sums[i][b], codes[i / 2][i % 2], pairs, starts,
-                                         factors[2 * i], factors[2 * i + 1]);
-                        }
-                    }
-                }
-            }
+            const unsigned char* mine =
+                pieces + (place * T::PIECES + 4 * column * T::TOKEN_BLOCKS) * T::PIECE_BYTES;
+            multiply_block<T, E>(sums, ring, mine, block, stage);
         }
-        buffer ^= 1;
-        if (base + step < blocks) make_ready(buffer);
-        __syncthreads();
+        __syncwarp();
+        place++;
         free = stage;
         stage = stage + 1 == T::DEPTH ? 0 : stage + 1;
     }
@@ -435,10 +456,10 @@ __device__ __forceinline__ void sum_columns(
     const uint4* __restrict__ packed, const unsigned short* __restrict__ scales, Shape shape,
     Cluster part, RowOf row_of, TokenOf token_of) {
     const Ring<T> ring(memory, packed, scales, shape, row_of);
-    if constexpr (T::MANY) {
-        sum_columns_of_many<T, E>(sums, ring, memory, part, token_of);
+    if constexpr (T::SHARED) {
+        sum_columns_shared<T, E>(sums, ring, memory, part, token_of);
     } else {
-        sum_columns_of_few<T, E>(sums, ring, part, token_of);
+        sum_columns_alone<T, E>(sums, ring, part, token_of);
     }
 }
 
@@ -667,26 +688,26 @@ __device__ __forceinline__ void add_experts(
 #define DENSE(E, RESIDENT, ...)                                                                    \
     extern "C" __global__ void __launch_bounds__(Tile<__VA_ARGS__>::THREADS, RESIDENT) run(        \
         const uint4* packed, const unsigned short* scales, const uint4* x, unsigned short* y,      \
-        int tokens, int rows, int columns, int groups, int shift) {                                \
-        dense<Tile<__VA_ARGS__>, E>(packed, scales, x, y, tokens, rows, {columns, groups, shift}); \
+        int tokens, int rows, int columns, int groups, int shift, int chunk) {                                \
+        dense<Tile<__VA_ARGS__>, E>(packed, scales, x, y, tokens, rows, {columns, groups, shift, chunk}); \
     }
 
 #define GATE_UP(E, RESIDENT, ...)                                                                  \
     extern "C" __global__ void __launch_bounds__(Tile<__VA_ARGS__>::THREADS, RESIDENT) run(        \
         const uint4* packed, const unsigned short* scales, const uint4* x, unsigned short* gated,  \
         const Work* list, const int* works, const int* order, int pairs_per_token,                 \
-        int intermediate, int columns, int groups, int shift) {                                    \
+        int intermediate, int columns, int groups, int shift, int chunk) {                                    \
         gate_up<Tile<__VA_ARGS__>, E>(packed, scales, x, gated, list, works, order,                \
-                                      pairs_per_token, intermediate, {columns, groups, shift});    \
+                                      pairs_per_token, intermediate, {columns, groups, shift, chunk});    \
     }
 
 #define DOWN(E, RESIDENT, ...)                                                                     \
     extern "C" __global__ void __launch_bounds__(Tile<__VA_ARGS__>::THREADS, RESIDENT) run(        \
         const uint4* packed, const unsigned short* scales, const uint4* gated, float* parts,       \
         const Work* list, const int* works, const int* order, const float* router, int rows,       \
-        int columns, int groups, int shift) {                                                      \
+        int columns, int groups, int shift, int chunk) {                                                      \
         down<Tile<__VA_ARGS__>, E>(packed, scales, gated, parts, list, works, order, router, rows, \
-                                   {columns, groups, shift});                                      \
+                                   {columns, groups, shift, chunk});                                      \
     }
 
 #define ADD_EXPERTS(E)                                                                             \
