@@ -8,7 +8,7 @@ bits are the same in every run and on any number of streams, and a graph may cap
 from __future__ import annotations
 
 import functools
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
 
@@ -46,6 +46,8 @@ class Tile:
     tokens: int
     warps_by_rows: int
     warps_by_columns: int
+    blocks: int
+    """Of 128 columns, that are copied together: one or two."""
     depth: int
     shared: bool
     """Whether the warps share activations."""
@@ -62,19 +64,22 @@ class Tile:
 
     @property
     def piece_bytes(self) -> int:
-        """Of activations that are shared, for a block of each warp."""
+        """Of activations that are shared, for a stage of each warp."""
+        if not self.shared:
+            return 0
         piece = 512 if self.tokens > 16 else 512 + 64
-        return 4 * (self.tokens // 8) * self.warps_by_columns * piece if self.shared else 0
+        return 4 * self.blocks * (self.tokens // 8) * self.warps_by_columns * piece
 
     def ring_bytes(self, scales: int) -> int:
         """Of all warps; `scales` of a row in a block."""
-        stage = 16 * self.row_groups * (BLOCK // 2 + (2 * scales if scales > 1 else 0))
-        return self.warps * self.depth * (stage + (0 if self.shared else 2 * BLOCK * self.tokens))
+        block = 16 * self.row_groups * (BLOCK // 2 + (2 * scales if scales > 1 else 0))
+        block += 0 if self.shared else 2 * BLOCK * self.tokens
+        return self.warps * self.depth * self.blocks * block
 
-    def chunk(self, scales: int, blocks: int) -> int:
-        """Blocks of a warp, of `blocks` in all, that shared memory has room for activations of."""
+    def chunk(self, scales: int, stages: int) -> int:
+        """Stages of a warp, of `stages` in all, that shared memory has room for activations of."""
         room = SHARED_BYTES // self.resident - 1024 - self.ring_bytes(scales)
-        return max(1, min(blocks, room // self.piece_bytes)) if self.shared else 0
+        return max(1, min(stages, room // self.piece_bytes)) if self.shared else 0
 
     def shared_bytes(self, scales: int, chunk: int) -> int:
         sums = 4 * self.warps_by_columns * self.tokens * (self.rows + 4)
@@ -84,14 +89,14 @@ class Tile:
 SHARED_BYTES = 228 << 10
 """Of a multiprocessor (compute capability 9.0), of which a program's first KiB is the system's."""
 
-DEEP = Tile(4, 8, 1, 4, 2, False, 3)
+DEEP = Tile(4, 8, 1, 4, 1, 2, False, 3)
 """For up to 8 tokens, where there are rows enough."""
-QUICK = Tile(2, 8, 1, 8, 3, False, 2)
+QUICK = Tile(2, 8, 1, 8, 1, 3, False, 2)
 """For up to 8 tokens and few rows."""
 MANY = (
-    Tile(4, 16, 8, 1, 2, True, 2),
-    Tile(4, 32, 4, 1, 2, True, 2),
-    Tile(2, 64, 8, 1, 2, True, 2),
+    Tile(4, 16, 8, 1, 1, 2, True, 2),
+    Tile(4, 32, 4, 1, 1, 2, True, 2),
+    Tile(2, 64, 8, 1, 1, 2, True, 2),
 )
 """For up to 16, 32 and 64 tokens."""
 
@@ -254,7 +259,7 @@ def _dense_tile(tokens: int, rows: int, columns: int) -> tuple[Tile, int]:
 def _split(tile: Tile, rows: int, columns: int) -> int:
     """So many programs share rows that a GPU of 132 multiprocessors has enough of them."""
     strips, split = -(-rows // tile.rows), 1
-    most = columns // BLOCK // tile.warps_by_columns
+    most = columns // (BLOCK * tile.blocks) // tile.warps_by_columns
     while split < 8 and 2 * split <= most and strips * split < 132 * tile.resident:
         split *= 2
     return split
@@ -270,7 +275,10 @@ def _kernel(
 ) -> tuple[Kernel, int]:
     """The kernel, and its chunk."""
     scales = max(1, BLOCK * weight.scales.shape[-1] // weight.columns)
-    chunk = tile.chunk(scales, -(-weight.columns // (BLOCK * tile.warps_by_columns * split)))
+    if weight.columns % (BLOCK * tile.blocks):
+        tile = replace(tile, blocks=1)
+    stages = weight.columns // (BLOCK * tile.blocks)
+    chunk = tile.chunk(scales, -(-stages // (tile.warps_by_columns * split)))
     *shape, shared, resident = astuple(tile)
     arguments = ", ".join(str(value) for value in (resident, *shape, str(shared).lower(), scales))
     instance = f"{_ENTRIES[entry]}({_ELEMENTS[dtype]}, {arguments})"

@@ -2,7 +2,7 @@
 //
 // A weight [N, K] is int32 [N, K/8], eight codes to a word, the first column in the lowest nibble,
 // code + 8 stored; its scales are bfloat16 [N, groups]. Nothing is repacked. A warp has some rows of
-// 128 columns at a time copied into a ring of its own in shared memory, some blocks ahead; warps
+// 128 or 256 columns at a time copied into a ring of its own in shared memory, some of them ahead; warps
 // that share rows take neighbouring blocks, so that a program reads rows in long pieces. `ldmatrix`
 // then gives each lane one word of a group of 32 columns: a 16 x 16 operand of the tensor cores, for
 // a sum over columns may be taken in any order. Weights are the left operand, eight tokens at a time
@@ -20,9 +20,8 @@
 
 #include "instructions.cuh"
 
-constexpr int BLOCK = 128;     // columns that a warp works on at a time
-constexpr int ROW_BYTES = 64;  // of a block
-constexpr int PADDING = 4;     // floats between rows of partial sums, so that lanes spread over banks
+constexpr int BLOCK = 128;  // columns, of four groups of 32
+constexpr int PADDING = 4;  // floats between rows of partial sums, so that lanes spread over banks
 
 // ------------------------------------------------------------------------------------- the weight
 
@@ -60,15 +59,16 @@ __device__ __forceinline__ unsigned two_weights(unsigned word, unsigned scale) {
 }
 
 // How the warps of a program share its rows and columns.
-template <int ROW_GROUPS_, int TOKENS_, int WARPS_BY_ROWS_, int WARPS_BY_COLUMNS_, int DEPTH_,
-          bool SHARED_, int SCALES_>
+template <int ROW_GROUPS_, int TOKENS_, int WARPS_BY_ROWS_, int WARPS_BY_COLUMNS_, int BLOCKS_,
+          int DEPTH_, bool SHARED_, int SCALES_>
 struct Tile {
     static constexpr int ROW_GROUPS = ROW_GROUPS_;  // of 16 rows, of a warp
     static constexpr int TOKENS = TOKENS_;
     static constexpr int TOKEN_BLOCKS = (TOKENS + 7) / 8;
     static constexpr int WARPS_BY_ROWS = WARPS_BY_ROWS_;
     static constexpr int WARPS_BY_COLUMNS = WARPS_BY_COLUMNS_;
-    static constexpr int DEPTH = DEPTH_;    // blocks in the ring of a warp
+    static constexpr int BLOCKS = BLOCKS_;  // that are copied together, one or two
+    static constexpr int DEPTH = DEPTH_;    // stages in the ring of a warp
     static constexpr int SCALES = SCALES_;  // of a row in a block: 4, 2 or 1
     static constexpr int WARP_ROWS = 16 * ROW_GROUPS;
     static constexpr int ROWS = WARP_ROWS * WARPS_BY_ROWS;
@@ -78,86 +78,88 @@ struct Tile {
     // With many tokens it costs less to correct and scale the weights, as they are rounded then.
     static constexpr bool ROUNDED = TOKENS > 16;
     // In a stage of a ring: codes, scales (one alone is loaded when it is needed), activations.
-    static constexpr int SCALE_BYTES = SCALES > 1 ? 2 * SCALES : 0;
+    static constexpr int ROW_BYTES = 64 * BLOCKS;
+    static constexpr int SCALE_BYTES = SCALES > 1 ? 2 * SCALES * BLOCKS : 0;
     static constexpr int SCALES_AT = WARP_ROWS * ROW_BYTES;
     static constexpr int TOKENS_AT = SCALES_AT + WARP_ROWS * SCALE_BYTES;
-    static constexpr int STAGE = TOKENS_AT + (SHARED ? 0 : TOKENS * 2 * BLOCK);
-    // Behind the rings: shared activations, in pieces of 8 tokens and 32 columns; of a block of each warp:
-    static constexpr int PIECES = 4 * TOKEN_BLOCKS * WARPS_BY_COLUMNS;
+    static constexpr int STAGE = TOKENS_AT + (SHARED ? 0 : TOKENS * 2 * BLOCK * BLOCKS);
+    // Behind the rings: shared activations, in pieces of 8 tokens and 32 columns; of a stage of each
+    // warp:
+    static constexpr int PIECES = 4 * BLOCKS * TOKEN_BLOCKS * WARPS_BY_COLUMNS;
     static constexpr int PIECE_BYTES = 512 + (ROUNDED ? 0 : 64);
     static constexpr int PIECES_AT = WARPS * DEPTH * STAGE;
 };
 
-// Columns and scales of a weight; columns are a multiple of BLOCK.
+// Columns and scales of a weight; columns are a multiple of BLOCK, and of what is copied together.
 struct Shape {
     int columns, groups, group_shift;  // a group is 1 << group_shift columns
-    int chunk;  // blocks of a warp that activations are made ready for at a time
+    int chunk;  // stages of a warp that activations are made ready for at a time
 };
 
-// The rows of a warp, and the ring that their codes and scales pass through.
-template <typename T>
+// The rows of a warp, and the ring that their codes and scales pass through. `row_of` gives the row
+// of the weight for a row of the program.
+template <typename T, typename RowOf>
 struct Ring {
     static constexpr int HALVES = 2 * T::ROW_GROUPS;  // of 8 rows
+    static constexpr int LANES = 4 * T::BLOCKS;       // that copy a row
     const uint4* packed;
     const unsigned short* scales;
     Shape shape;
+    RowOf row_of;
     unsigned char* stages;
     unsigned address, own, matrices;
-    unsigned rows[HALVES], scale_rows[T::ROW_GROUPS];
+    int first;
 
-    // `row_of` gives the row of the weight for a row of the program.
-    template <typename RowOf>
     __device__ __forceinline__ Ring(
         unsigned char* memory, const uint4* packed, const unsigned short* scales, Shape shape,
         RowOf row_of)
-        : packed(packed), scales(scales), shape(shape) {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4;
-        const int first = warp / T::WARPS_BY_COLUMNS * T::WARP_ROWS;
+        : packed(packed), scales(scales), shape(shape), row_of(row_of) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        first = warp / T::WARPS_BY_COLUMNS * T::WARP_ROWS;
         stages = memory + warp * T::DEPTH * T::STAGE;
         address = shared_address(stages);
-        // Of eight rows of 64 bytes, pieces of 16 change places so that eight rows of one piece, as
-        // `load_matrices` reads them, lie in all banks.
-        own = address + 16 * (4 * row + (lane % 4 ^ row / 2));
-        matrices = address + ROW_BYTES * lane;
-#pragma unroll
-        for (int i = 0; i < HALVES; i++) rows[i] = row_of(first + 8 * i + row);
-        if constexpr (T::SCALES > 1) {
-#pragma unroll
-            for (int i = 0; i < T::WARP_ROWS / 32; i++) {
-                scale_rows[i] = row_of(first + 32 * i + lane);
-            }
-        }
+        own = address + lane / LANES * T::ROW_BYTES + 16 * (lane % LANES ^ place_of(lane / LANES));
+        matrices = address + T::ROW_BYTES * lane;
     }
 
-    // Starts to copy a block of columns.
-    __device__ __forceinline__ void fetch(int block, int stage) {
+    // Pieces of 16 bytes change places within a row, so that those that `load_matrices` reads
+    // together, one of each of eight rows, lie in all banks.
+    static __device__ __forceinline__ int place_of(int row) {
+        return T::BLOCKS == 2 ? row % 8 : row / 2 % 4;
+    }
+
+    // Starts to copy the blocks of a stage.
+    __device__ __forceinline__ void fetch(int unit, int stage) {
         const int lane = threadIdx.x % 32, start = stage * T::STAGE;
 #pragma unroll
-        for (int i = 0; i < HALVES; i++) {
-            copy_16_bytes(
-                own + start + 8 * ROW_BYTES * i,
-                packed + size_t(rows[i]) * (shape.columns / 32) + 4 * block + lane % 4);
+        for (int i = 0; i < T::WARP_ROWS * LANES / 32; i++) {
+            const size_t row = row_of(first + 32 / LANES * i + lane / LANES);
+            // Rows of two blocks take turns in four of eight places.
+            const unsigned to = T::BLOCKS == 2 ? own ^ 64 * (i % 2) : own;
+            copy_16_bytes(to + start + 512 * i,
+                          packed + row * (shape.columns / 32) + LANES * unit + lane % LANES);
         }
         if constexpr (T::SCALES > 1) {
 #pragma unroll
             for (int i = 0; i < T::WARP_ROWS / 32; i++) {
+                const size_t row = row_of(first + 32 * i + lane);
                 copy_bytes<T::SCALE_BYTES>(
                     address + start + T::SCALES_AT + (32 * i + lane) * T::SCALE_BYTES,
-                    scales + size_t(scale_rows[i]) * shape.groups + T::SCALES * block);
+                    scales + row * shape.groups + T::SCALES * T::BLOCKS * unit);
             }
         }
     }
 
     // The scales of columns 32 w and on.
     __device__ __forceinline__ void load_scales(
-        float (&factors)[HALVES], int block, int stage, int w) {
+        float (&factors)[HALVES], int unit, int stage, int w) {
         const int row = threadIdx.x % 32 / 4;
 #pragma unroll
         for (int i = 0; i < HALVES; i++) {
             const unsigned short* place;
             if constexpr (T::SCALES == 1) {
-                const int group = block * BLOCK >> shape.group_shift;
-                place = scales + size_t(rows[i]) * shape.groups + group;
+                const int group = (T::BLOCKS * unit + w / 4) * BLOCK >> shape.group_shift;
+                place = scales + size_t(row_of(first + 8 * i + row)) * shape.groups + group;
             } else {
                 place = reinterpret_cast<const unsigned short*>(
                             stages + stage * T::STAGE + T::SCALES_AT
@@ -171,9 +173,8 @@ struct Ring {
     // Words of columns 32 w and on of two groups of 16 rows: of the upper and lower rows of each.
     __device__ __forceinline__ void load_words(
         unsigned (&words)[4], int stage, int w, int group) {
-        const int lane = threadIdx.x % 32;
-        const unsigned piece = stage * T::STAGE + 16 * (w ^ lane / 2 % 4);
-        load_matrices(words, matrices + piece + 16 * ROW_BYTES * group);
+        const unsigned piece = stage * T::STAGE + 16 * (w ^ place_of(threadIdx.x % 32));
+        load_matrices(words, matrices + piece + 16 * T::ROW_BYTES * group);
     }
 
     // The codes in them, for each group the operands of two products.
@@ -245,17 +246,17 @@ __device__ __forceinline__ void add_group(
 
 // Sums over this warp's columns of weights times tokens, for its rows. `token_of` gives the
 // activations of a token, or nullptr. For few tokens.
-template <typename T, Element E, typename TokenOf>
+template <typename T, Element E, typename RowOf, typename TokenOf>
 __device__ __forceinline__ void sum_columns_alone(
-    float (&sums)[T::ROW_GROUPS][T::TOKEN_BLOCKS][4], Ring<T> ring, Cluster part,
+    float (&sums)[T::ROW_GROUPS][T::TOKEN_BLOCKS][4], Ring<T, RowOf> ring, Cluster part,
     TokenOf token_of) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int blocks = ring.shape.columns / BLOCK;
+    const int units = ring.shape.columns / (BLOCK * T::BLOCKS);
     const int step = part.size * T::WARPS_BY_COLUMNS;
     const int first = part.rank * T::WARPS_BY_COLUMNS + warp % T::WARPS_BY_COLUMNS;
 #pragma unroll
     for (int i = 0; i < T::DEPTH - 1; i++) {
-        if (first + i * step < blocks) ring.fetch(first + i * step, i);
+        if (first + i * step < units) ring.fetch(first + i * step, i);
     }
     wait_for_earlier_kernels();
     // A lane copies, and reads, the activations of the columns that it gets codes of.
@@ -265,37 +266,37 @@ __device__ __forceinline__ void sum_columns_alone(
         token[b] = 8 * b + lane / 4 < T::TOKENS ? token_of(8 * b + lane / 4) : nullptr;
     }
     const int own = T::TOKENS_AT + 16 * lane;
-    auto fetch_tokens = [&](int block, int stage) {
+    auto fetch_tokens = [&](int unit, int stage) {
 #pragma unroll
         for (int b = 0; b < T::TOKEN_BLOCKS; b++) {
             if (!token[b]) continue;
 #pragma unroll
-            for (int w = 0; w < 4; w++) {
+            for (int w = 0; w < 4 * T::BLOCKS; w++) {
                 copy_bytes<16>(
                     ring.address + stage * T::STAGE + own + 64 * (w * T::TOKENS + 8 * b),
-                    token[b] + 16 * block + 4 * w + lane % 4);
+                    token[b] + 16 * T::BLOCKS * unit + 4 * w + lane % 4);
             }
         }
     };
 #pragma unroll
     for (int i = 0; i < T::DEPTH - 1; i++) {
-        if (first + i * step < blocks) fetch_tokens(first + i * step, i);
+        if (first + i * step < units) fetch_tokens(first + i * step, i);
         end_of_copies();
     }
 
     int stage = 0, free = T::DEPTH - 1;
-    for (int block = first; block < blocks; block += step) {
-        const int ahead = block + (T::DEPTH - 1) * step;
-        if (ahead < blocks) {
+    for (int unit = first; unit < units; unit += step) {
+        const int ahead = unit + (T::DEPTH - 1) * step;
+        if (ahead < units) {
             ring.fetch(ahead, free);
             fetch_tokens(ahead, free);
         }
         end_of_copies();
         wait_for_copies<T::DEPTH - 1>();
-#pragma unroll
-        for (int w = 0; w < 4; w++) {
+#pragma unroll 4
+        for (int w = 0; w < 4 * T::BLOCKS; w++) {
             float factors[2 * T::ROW_GROUPS];
-            ring.load_scales(factors, block, stage, w);
+            ring.load_scales(factors, unit, stage, w);
             unsigned pairs[T::TOKEN_BLOCKS][4];
             float starts[T::TOKEN_BLOCKS][4];
 #pragma unroll
@@ -327,16 +328,16 @@ __device__ __forceinline__ void sum_columns_alone(
     }
 }
 
-// sums += the weights of a block of the ring times activations that are ready.
-template <typename T, Element E>
-__device__ __forceinline__ void multiply_block(
-    float (&sums)[T::ROW_GROUPS][T::TOKEN_BLOCKS][4], Ring<T>& ring, const unsigned char* pieces,
-    int block, int stage) {
+// sums += the weights of a stage of the ring times activations that are ready.
+template <typename T, Element E, typename RowOf>
+__device__ __forceinline__ void multiply_stage(
+    float (&sums)[T::ROW_GROUPS][T::TOKEN_BLOCKS][4], Ring<T, RowOf>& ring,
+    const unsigned char* pieces, int unit, int stage) {
     const int lane = threadIdx.x % 32;
 #pragma unroll 1  // unrolled it would need more registers than there are
-    for (int w = 0; w < 4; w++) {
+    for (int w = 0; w < 4 * T::BLOCKS; w++) {
         float factors[2 * T::ROW_GROUPS];
-        ring.load_scales(factors, block, stage, w);
+        ring.load_scales(factors, unit, stage, w);
         unsigned codes[T::ROW_GROUPS / 2][2][2][4];  // or weights
 #pragma unroll
         for (int i = 0; i < T::ROW_GROUPS / 2; i++) {
@@ -373,25 +374,25 @@ __device__ __forceinline__ void multiply_block(
 }
 
 // The same for any tokens. What products take of the activations is made ready for all warps of the
-// program together, for `chunk` blocks of each warp at a time.
-template <typename T, Element E, typename TokenOf>
+// program together, for `chunk` stages of each warp at a time.
+template <typename T, Element E, typename RowOf, typename TokenOf>
 __device__ __forceinline__ void sum_columns_shared(
-    float (&sums)[T::ROW_GROUPS][T::TOKEN_BLOCKS][4], Ring<T> ring, unsigned char* memory,
+    float (&sums)[T::ROW_GROUPS][T::TOKEN_BLOCKS][4], Ring<T, RowOf> ring, unsigned char* memory,
     Cluster part, TokenOf token_of) {
     constexpr int AT_ONCE = 4;  // pieces that a warp waits for together
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = warp % T::WARPS_BY_COLUMNS;
-    const int blocks = ring.shape.columns / BLOCK, chunk = ring.shape.chunk;
+    const int units = ring.shape.columns / (BLOCK * T::BLOCKS), chunk = ring.shape.chunk;
     const int step = part.size * T::WARPS_BY_COLUMNS;
     const int first = part.rank * T::WARPS_BY_COLUMNS;
     unsigned char* const pieces = memory + T::PIECES_AT;
 #pragma unroll
     for (int i = 0; i < T::DEPTH - 1; i++) {
-        if (first + column + i * step < blocks) ring.fetch(first + column + i * step, i);
+        if (first + column + i * step < units) ring.fetch(first + column + i * step, i);
         end_of_copies();
     }
     wait_for_earlier_kernels();
-    // Piece p has tokens 8 (p % TOKEN_BLOCKS) and on, and columns 32 (p / TOKEN_BLOCKS % 4) and on of
-    // the block that a warp comes to after p / PIECES others.
+    // Piece p has tokens 8 (p % TOKEN_BLOCKS) and on, and the columns of p / TOKEN_BLOCKS: 32 of a
+    // stage of one of the warps that share rows, after p / PIECES stages.
     auto make_ready = [&](int start) {
         const int count = chunk * T::PIECES;
         for (int some = warp; some < count; some += AT_ONCE * T::WARPS) {
@@ -399,10 +400,12 @@ __device__ __forceinline__ void sum_columns_shared(
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) {
                 const int p = some + i * T::WARPS, group = p / T::TOKEN_BLOCKS;
-                const int block = start + p / T::PIECES * step + group / 4 % T::WARPS_BY_COLUMNS;
+                const int w = group % (4 * T::BLOCKS);
+                const int unit = start + p / T::PIECES * step
+                    + group / (4 * T::BLOCKS) % T::WARPS_BY_COLUMNS;
                 const uint4* token = token_of(p % T::TOKEN_BLOCKS * 8 + lane / 4);
-                eights[i] = token && block < blocks
-                    ? token[16 * block + 4 * (group % 4) + lane % 4] : make_uint4(0, 0, 0, 0);
+                eights[i] = token && unit < units ? token[16 * T::BLOCKS * unit + 4 * w + lane % 4]
+                                                  : make_uint4(0, 0, 0, 0);
             }
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) {
@@ -428,20 +431,19 @@ __device__ __forceinline__ void sum_columns_shared(
     };
 
     int stage = 0, free = T::DEPTH - 1, place = chunk;
-    for (int base = first; base < blocks; base += step) {
+    for (int base = first; base < units; base += step) {
         if (place == chunk) {
             if (base > first) __syncthreads();  // all are done with the chunk before
             make_ready(base);
             place = 0;
         }
-        const int block = base + column, ahead = block + (T::DEPTH - 1) * step;
-        if (ahead < blocks) ring.fetch(ahead, free);
+        const int unit = base + column, ahead = unit + (T::DEPTH - 1) * step;
+        if (ahead < units) ring.fetch(ahead, free);
         end_of_copies();
         wait_for_copies<T::DEPTH - 1>();
-        if (block < blocks) {
-            const unsigned char* mine =
-                pieces + (place * T::PIECES + 4 * column * T::TOKEN_BLOCKS) * T::PIECE_BYTES;
-            multiply_block<T, E>(sums, ring, mine, block, stage);
+        if (unit < units) {
+            const int piece = place * T::PIECES + 4 * T::BLOCKS * T::TOKEN_BLOCKS * column;
+            multiply_stage<T, E>(sums, ring, pieces + piece * T::PIECE_BYTES, unit, stage);
         }
         __syncwarp();
         place++;
@@ -455,7 +457,7 @@ __device__ __forceinline__ void sum_columns(
     float (&sums)[T::ROW_GROUPS][T::TOKEN_BLOCKS][4], unsigned char* memory,
     const uint4* __restrict__ packed, const unsigned short* __restrict__ scales, Shape shape,
     Cluster part, RowOf row_of, TokenOf token_of) {
-    const Ring<T> ring(memory, packed, scales, shape, row_of);
+    const Ring<T, RowOf> ring(memory, packed, scales, shape, row_of);
     if constexpr (T::SHARED) {
         sum_columns_shared<T, E>(sums, ring, memory, part, token_of);
     } else {
