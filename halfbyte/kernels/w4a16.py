@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import astuple, dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -17,6 +18,8 @@ from halfbyte.kernels.jit import Kernel, kernel
 
 BLOCK = 128
 """Columns that the kernels take at a time; K is a multiple of it."""
+
+Activations = Literal["of_a_warp", "shared", "wide"]
 
 _ELEMENTS = {torch.bfloat16: "Element::bfloat16", torch.float16: "Element::float16"}
 _ENTRIES = {"dense": "DENSE", "gate_up": "GATE_UP", "down": "DOWN"}
@@ -49,8 +52,9 @@ class Tile:
     blocks: int
     """Of 128 columns, that are copied together: one or two."""
     depth: int
-    shared: bool
-    """Whether the warps share activations."""
+    activations: Activations
+    """In the ring of each warp, shared by all, or shared and read by the tensor cores of four warps
+    together (`wide`, which needs compute capability 9.0)."""
     resident: int
     """Programs that are to fit a multiprocessor."""
 
@@ -65,7 +69,9 @@ class Tile:
     @property
     def piece_bytes(self) -> int:
         """Of activations that are shared, for a stage of each warp."""
-        if not self.shared:
+        if self.activations == "wide":
+            return 2 * 2 * BLOCK * self.blocks * self.tokens
+        if self.activations == "of_a_warp":
             return 0
         piece = 512 if self.tokens > 16 else 512 + 64
         return 4 * self.blocks * (self.tokens // 8) * self.warps_by_columns * piece
@@ -73,13 +79,15 @@ class Tile:
     def ring_bytes(self, scales: int) -> int:
         """Of all warps; `scales` of a row in a block."""
         block = 16 * self.row_groups * (BLOCK // 2 + (2 * scales if scales > 1 else 0))
-        block += 0 if self.shared else 2 * BLOCK * self.tokens
-        return self.warps * self.depth * self.blocks * block
+        block += 2 * BLOCK * self.tokens if self.activations == "of_a_warp" else 0
+        return -(-self.warps * self.depth * self.blocks * block // 1024) * 1024
 
     def chunk(self, scales: int, stages: int) -> int:
         """Stages of a warp, of `stages` in all, that shared memory has room for activations of."""
+        if self.activations != "shared":
+            return 1
         room = SHARED_BYTES // self.resident - 1024 - self.ring_bytes(scales)
-        return max(1, min(stages, room // self.piece_bytes)) if self.shared else 0
+        return max(1, min(stages, room // self.piece_bytes))
 
     def shared_bytes(self, scales: int, chunk: int) -> int:
         sums = 4 * self.warps_by_columns * self.tokens * (self.rows + 4)
@@ -89,14 +97,14 @@ class Tile:
 SHARED_BYTES = 228 << 10
 """Of a multiprocessor (compute capability 9.0), of which a program's first KiB is the system's."""
 
-DEEP = Tile(4, 8, 1, 4, 1, 2, False, 3)
+DEEP = Tile(4, 8, 1, 4, 1, 2, "of_a_warp", 3)
 """For up to 8 tokens, where there are rows enough."""
-QUICK = Tile(2, 8, 1, 8, 1, 3, False, 2)
+QUICK = Tile(2, 8, 1, 8, 1, 3, "of_a_warp", 2)
 """For up to 8 tokens and few rows."""
 MANY = (
-    Tile(4, 16, 8, 1, 1, 2, True, 2),
-    Tile(4, 32, 4, 1, 1, 2, True, 2),
-    Tile(2, 64, 8, 1, 1, 2, True, 2),
+    Tile(4, 16, 8, 1, 1, 2, "shared", 2),
+    Tile(4, 32, 4, 1, 1, 2, "shared", 2),
+    Tile(2, 64, 8, 1, 1, 2, "shared", 2),
 )
 """For up to 16, 32 and 64 tokens."""
 
@@ -279,8 +287,9 @@ def _kernel(
         tile = replace(tile, blocks=1)
     stages = weight.columns // (BLOCK * tile.blocks)
     chunk = tile.chunk(scales, -(-stages // (tile.warps_by_columns * split)))
-    *shape, shared, resident = astuple(tile)
-    arguments = ", ".join(str(value) for value in (resident, *shape, str(shared).lower(), scales))
+    *shape, activations, resident = astuple(tile)
+    values = (resident, *shape, f"Activations::{activations}", scales)
+    arguments = ", ".join(str(value) for value in values)
     instance = f"{_ENTRIES[entry]}({_ELEMENTS[dtype]}, {arguments})"
     return kernel("w4a16", "run", tile.shared_bytes(scales, chunk), instance), chunk
 

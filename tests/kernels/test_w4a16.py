@@ -92,14 +92,18 @@ def test_a_product_is_nearer_than_with_rounded_weights(dtype: torch.dtype, group
         DEEP,
         QUICK,
         *MANY,
-        Tile(4, 2, 2, 2, 1, 3, False, 2),
-        Tile(8, 8, 4, 1, 1, 2, False, 1),
-        Tile(2, 8, 1, 2, 2, 2, False, 2),
-        Tile(4, 8, 2, 1, 2, 3, True, 1),
-        Tile(2, 32, 1, 2, 2, 2, True, 1),
-        Tile(2, 8, 2, 2, 1, 3, True, 1),
-        Tile(2, 16, 1, 4, 1, 3, True, 1),
-        Tile(2, 16, 2, 4, 1, 3, False, 1),
+        Tile(4, 2, 2, 2, 1, 3, "of_a_warp", 2),
+        Tile(8, 8, 4, 1, 1, 2, "of_a_warp", 1),
+        Tile(2, 8, 1, 2, 2, 2, "of_a_warp", 2),
+        Tile(4, 8, 2, 1, 2, 3, "shared", 1),
+        Tile(2, 32, 1, 2, 2, 2, "shared", 1),
+        Tile(2, 16, 4, 1, 1, 3, "wide", 1),
+        Tile(4, 32, 4, 1, 2, 2, "wide", 1),
+        Tile(2, 64, 8, 1, 1, 2, "wide", 1),
+        Tile(2, 128, 4, 1, 1, 2, "wide", 1),
+        Tile(2, 8, 2, 2, 1, 3, "shared", 1),
+        Tile(2, 16, 1, 4, 1, 3, "shared", 1),
+        Tile(2, 16, 2, 4, 1, 3, "of_a_warp", 1),
     ],
 )
 def test_every_tile(tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +126,7 @@ def test_activations_in_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> N
     """As where shared memory has no room for all of them."""
     monkeypatch.setattr(Tile, "chunk", lambda *_: chunk)
     weight = packed(64, 128 * 7)
-    for tile in (Tile(2, 16, 2, 2, 1, 2, True, 1), Tile(2, 32, 2, 1, 1, 3, True, 1)):
+    for tile in (Tile(2, 16, 2, 2, 1, 2, "shared", 1), Tile(2, 32, 2, 1, 1, 3, "shared", 1)):
         monkeypatch.setattr(w4a16, "_dense_tile", lambda *_, tile=tile: (tile, 1))
         x = activations(tile.tokens, 128 * 7, torch.bfloat16)
         assert error(w4a16.linear(x, weight), x.double() @ exact(weight).T) < 3e-3

@@ -59,8 +59,14 @@ __device__ __forceinline__ unsigned two_weights(unsigned word, unsigned scale) {
 }
 
 // How the warps of a program share its rows and columns.
+enum class Activations {
+    of_a_warp,  // in the ring of each warp
+    shared,     // made ready for all warps
+    wide,       // for tensor cores of four warps, which read them from shared memory; Hopper only
+};
+
 template <int ROW_GROUPS_, int TOKENS_, int WARPS_BY_ROWS_, int WARPS_BY_COLUMNS_, int BLOCKS_,
-          int DEPTH_, bool SHARED_, int SCALES_>
+          int DEPTH_, Activations ACTIVATIONS_, int SCALES_>
 struct Tile {
     static constexpr int ROW_GROUPS = ROW_GROUPS_;  // of 16 rows, of a warp
     static constexpr int TOKENS = TOKENS_;
@@ -74,9 +80,11 @@ struct Tile {
     static constexpr int ROWS = WARP_ROWS * WARPS_BY_ROWS;
     static constexpr int WARPS = WARPS_BY_ROWS * WARPS_BY_COLUMNS;
     static constexpr int THREADS = 32 * WARPS;
-    static constexpr bool SHARED = SHARED_;  // activations, by the warps
+    static constexpr Activations ACTIVATIONS = ACTIVATIONS_;
+    static constexpr bool SHARED = ACTIVATIONS != Activations::of_a_warp;
+    static constexpr bool WIDE = ACTIVATIONS == Activations::wide;
     // With many tokens it costs less to correct and scale the weights, as they are rounded then.
-    static constexpr bool ROUNDED = TOKENS > 16;
+    static constexpr bool ROUNDED = TOKENS > 16 || WIDE;
     // In a stage of a ring: codes, scales (one alone is loaded when it is needed), activations.
     static constexpr int ROW_BYTES = 64 * BLOCKS;
     static constexpr int SCALE_BYTES = SCALES > 1 ? 2 * SCALES * BLOCKS : 0;
@@ -87,7 +95,9 @@ struct Tile {
     // warp:
     static constexpr int PIECES = 4 * BLOCKS * TOKEN_BLOCKS * WARPS_BY_COLUMNS;
     static constexpr int PIECE_BYTES = 512 + (ROUNDED ? 0 : 64);
-    static constexpr int PIECES_AT = WARPS * DEPTH * STAGE;
+    static constexpr int PIECES_AT = (WARPS * DEPTH * STAGE + 1023) / 1024 * 1024;
+    static constexpr int WIDE_BYTES = 2 * BLOCK * BLOCKS * TOKENS;  // of activations of a stage
+    static_assert(!WIDE || (WARPS_BY_COLUMNS == 1 && WARPS % 4 == 0 && TOKENS % 16 == 0));
 };
 
 // Columns and scales of a weight; columns are a multiple of BLOCK, and of what is copied together.
@@ -452,13 +462,109 @@ __device__ __forceinline__ void sum_columns_shared(
     }
 }
 
+#if HOPPER
+// The same with the tensor cores of four warps at once, which take activations from shared memory.
+// They are loaded a stage ahead and stored when this one is done with.
+template <typename T, Element E, typename RowOf, typename TokenOf>
+__device__ __forceinline__ void sum_columns_wide(
+    float (&sums)[T::ROW_GROUPS][T::TOKEN_BLOCKS][4], Ring<T, RowOf> ring, unsigned char* memory,
+    Cluster part, TokenOf token_of) {
+    constexpr int GROUPS = 4 * T::BLOCKS;                          // of 32 columns in a stage
+    constexpr int PIECES = GROUPS * T::TOKEN_BLOCKS;               // of those and 8 tokens
+    constexpr int OWN = (PIECES + T::WARPS - 1) / T::WARPS;        // of a warp
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int units = ring.shape.columns / (BLOCK * T::BLOCKS);
+    unsigned char* const activations = memory + T::PIECES_AT;
+#pragma unroll
+    for (int i = 0; i < T::DEPTH - 1; i++) {
+        if (part.rank + i * part.size < units) ring.fetch(part.rank + i * part.size, i);
+        end_of_copies();
+    }
+    wait_for_earlier_kernels();
+    // Piece p has tokens 8 (p / GROUPS) and on, and columns 32 (p % GROUPS) and on.
+    uint4 eights[OWN];
+    auto load = [&](int unit) {
+#pragma unroll
+        for (int i = 0; i < OWN; i++) {
+            const int p = warp + i * T::WARPS;
+            const uint4* token = p < PIECES ? token_of(8 * (p / GROUPS) + lane / 4) : nullptr;
+            eights[i] = token ? token[16 * T::BLOCKS * unit + 4 * (p % GROUPS) + lane % 4]
+                              : make_uint4(0, 0, 0, 0);
+        }
+    };
+    // Two groups of columns make 128 bytes of a token; a lane has one of four words of 16 bytes.
+    auto store = [&](int buffer) {
+#pragma unroll
+        for (int i = 0; i < OWN; i++) {
+            const int p = warp + i * T::WARPS, group = p % GROUPS, token = lane / 4;
+            if (p >= PIECES) break;
+            unsigned pairs[4];
+            order(eights[i], pairs);
+            unsigned char* place = activations + buffer * T::WIDE_BYTES
+                + group / 2 * (128 * T::TOKENS) + p / GROUPS * 1024 + 128 * token + 4 * (lane % 4);
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                *reinterpret_cast<unsigned*>(place + 16 * (4 * (group % 2) + j ^ token)) = pairs[j];
+            }
+        }
+        show_to_tensor_cores();
+        __syncthreads();
+    };
+    if (part.rank < units) load(part.rank);
+    store(0);
+
+    int stage = 0, free = T::DEPTH - 1, buffer = 0;
+    for (int unit = part.rank; unit < units; unit += part.size) {
+        const int next = unit + part.size, ahead = unit + (T::DEPTH - 1) * part.size;
+        if (next < units) load(next);
+        if (ahead < units) ring.fetch(ahead, free);
+        end_of_copies();
+        wait_for_copies<T::DEPTH - 1>();
+        const unsigned here = shared_address(activations) + buffer * T::WIDE_BYTES;
+        // While products of one group of columns are under way, weights of the next are made.
+        unsigned weights[2][T::ROW_GROUPS / 2][2][2][4];
+#pragma unroll
+        for (int w = 0; w < GROUPS; w++) {
+            float factors[2 * T::ROW_GROUPS];
+            ring.load_scales(factors, unit, stage, w);
+#pragma unroll
+            for (int i = 0; i < T::ROW_GROUPS / 2; i++) {
+                ring.template load_weights<E>(weights[w % 2][i], factors + 4 * i, stage, w, 2 * i);
+            }
+            begin_products();
+#pragma unroll
+            for (int i = 0; i < T::ROW_GROUPS; i++) {
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    start_product<E, T::TOKEN_BLOCKS>(
+                        sums[i], weights[w % 2][i / 2][i % 2][half],
+                        here + w / 2 * (128 * T::TOKENS) + w % 2 * 64 + 32 * half);
+                }
+            }
+            end_of_products();
+            wait_for_products<1>();
+        }
+        wait_for_products<0>();
+        __syncwarp();
+        buffer ^= 1;
+        if (next < units) store(buffer);
+        free = stage;
+        stage = stage + 1 == T::DEPTH ? 0 : stage + 1;
+    }
+}
+#endif
+
 template <typename T, Element E, typename RowOf, typename TokenOf>
 __device__ __forceinline__ void sum_columns(
     float (&sums)[T::ROW_GROUPS][T::TOKEN_BLOCKS][4], unsigned char* memory,
     const uint4* __restrict__ packed, const unsigned short* __restrict__ scales, Shape shape,
     Cluster part, RowOf row_of, TokenOf token_of) {
     const Ring<T, RowOf> ring(memory, packed, scales, shape, row_of);
-    if constexpr (T::SHARED) {
+    if constexpr (T::WIDE) {
+#if HOPPER
+        sum_columns_wide<T, E>(sums, ring, memory, part, token_of);
+#endif
+    } else if constexpr (T::SHARED) {
         sum_columns_shared<T, E>(sums, ring, memory, part, token_of);
     } else {
         sum_columns_alone<T, E>(sums, ring, part, token_of);
@@ -522,7 +628,7 @@ template <typename T, Element E>
 __device__ __forceinline__ void dense(
     const uint4* packed, const unsigned short* scales, const uint4* x, unsigned short* y,
     int tokens, int rows, Shape shape) {
-    extern __shared__ __align__(128) unsigned char memory[];
+    extern __shared__ __align__(1024) unsigned char memory[];
     const Cluster part = this_cluster();
     const int first = blockIdx.x * T::ROWS;
     float sums[T::ROW_GROUPS][T::TOKEN_BLOCKS][4] = {};
@@ -599,7 +705,7 @@ __device__ __forceinline__ void gate_up(
     const uint4* packed, const unsigned short* scales, const uint4* x, unsigned short* gated,
     const Work* list, const int* works, const int* order, int pairs_per_token, int intermediate,
     Shape shape) {
-    extern __shared__ __align__(128) unsigned char memory[];
+    extern __shared__ __align__(1024) unsigned char memory[];
     const Cluster part = this_cluster();
     constexpr int HALF = T::ROWS / 2;
     const int start = blockIdx.x * HALF;
@@ -641,7 +747,7 @@ __device__ __forceinline__ void down(
     const uint4* packed, const unsigned short* scales, const uint4* gated, float* out,
     const Work* list, const int* works, const int* order, const float* router, int rows,
     Shape shape) {
-    extern __shared__ __align__(128) unsigned char memory[];
+    extern __shared__ __align__(1024) unsigned char memory[];
     const Cluster part = this_cluster();
     const int first = blockIdx.x * T::ROWS;
     let_later_kernels_start();
