@@ -55,6 +55,12 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
     Raises `ValueError` when they leave -8..7: a wrapped code would be a silent error of half the
     range.
     """
+    if codes.is_cuda:
+        from halfbyte.kernels.codes import pack_codes
+
+        packed, outside = pack_codes(codes)
+        if not outside:
+            return packed
     from halfbyte.kernels.reference import pack_int4
 
     low, high = (int(bound) for bound in codes.aminmax())

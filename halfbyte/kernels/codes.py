@@ -1,4 +1,4 @@
-"""Weights to codes, codes to errors and errors to their sums, in one pass each on the GPU."""
+"""Weights to codes, codes to words or errors, and errors to sums, in one pass each on the GPU."""
 
 from __future__ import annotations
 
@@ -45,6 +45,33 @@ def squared_sums(rows: torch.Tensor) -> torch.Tensor:
             rows.contiguous(), sums, rows.shape[-1], BLOCK=1024, num_warps=4
         )
     return sums
+
+
+def pack_codes(codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The words of `halfbyte.kernels.reference.pack_int4`, and bool [1]: whether a code leaves
+    -8..7, and so its word is wrong."""
+    words = torch.empty(
+        *codes.shape[:-1], codes.shape[-1] // 8, dtype=torch.int32, device=codes.device
+    )
+    size = _SIZE // 8
+    programs = triton.cdiv(words.numel(), size)
+    outside = torch.zeros(programs, dtype=torch.int8, device=codes.device)
+    if programs:
+        _pack_codes[(programs,)](
+            codes.contiguous(), words, outside, words.numel(), SIZE=size, num_warps=4
+        )
+    return words, outside.any()
+
+
+@triton.jit
+def _pack_codes(codes, words, outside, count, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    inside = place < count
+    lane = tl.arange(0, 8)[None, :]
+    code = tl.load(codes + place[:, None] * 8 + lane, mask=inside[:, None], other=0).to(tl.int32)
+    tl.store(words + place, tl.sum(((code + 8) & 15) << (4 * lane), axis=1), mask=inside)
+    wrong = ((code < -8) | (code > 7)).to(tl.int32)
+    tl.store(outside + tl.program_id(0), tl.max(tl.max(wrong, axis=1), axis=0).to(tl.int8))
 
 
 @triton.jit

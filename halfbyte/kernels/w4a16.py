@@ -8,7 +8,8 @@ bits are the same in every run and on any number of streams, and a graph may cap
 from __future__ import annotations
 
 import functools
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -17,6 +18,8 @@ from halfbyte.kernels.jit import Kernel, kernel
 
 BLOCK = 128
 """Columns that the kernels take at a time; K is a multiple of it."""
+
+Activations = Literal["of_a_warp", "shared", "wide"]
 
 _ELEMENTS = {torch.bfloat16: "Element::bfloat16", torch.float16: "Element::float16"}
 _ENTRIES = {"dense": "DENSE", "gate_up": "GATE_UP", "down": "DOWN"}
@@ -46,7 +49,12 @@ class Tile:
     tokens: int
     warps_by_rows: int
     warps_by_columns: int
+    blocks: int
+    """Of 128 columns, that are copied together: one or two."""
     depth: int
+    activations: Activations
+    """In the ring of each warp, shared by all, or shared and read by the tensor cores of four warps
+    together (`wide`, which needs compute capability 9.0)."""
     resident: int
     """Programs that are to fit a multiprocessor."""
 
@@ -55,24 +63,50 @@ class Tile:
         return 16 * self.row_groups * self.warps_by_rows
 
     @property
-    def threads(self) -> int:
-        return 32 * self.warps_by_rows * self.warps_by_columns
+    def warps(self) -> int:
+        return self.warps_by_rows * self.warps_by_columns
 
-    def shared_bytes(self, scales: int) -> int:
-        """`scales` of a row in a block."""
-        warps = self.warps_by_rows * self.warps_by_columns
-        scale_bytes = 2 * scales if scales > 1 else 0
-        stage = 16 * self.row_groups * (BLOCK // 2 + scale_bytes) + 2 * BLOCK * self.tokens
+    @property
+    def piece_bytes(self) -> int:
+        """Of activations that are shared, for a stage of each warp."""
+        if self.activations == "wide":
+            return 2 * 2 * BLOCK * self.blocks * self.tokens
+        if self.activations == "of_a_warp":
+            return 0
+        piece = 512 if self.tokens > 16 else 512 + 64
+        return 4 * self.blocks * (self.tokens // 8) * self.warps_by_columns * piece
+
+    def ring_bytes(self, scales: int) -> int:
+        """Of all warps; `scales` of a row in a block."""
+        block = 16 * self.row_groups * (BLOCK // 2 + (2 * scales if scales > 1 else 0))
+        block += 2 * BLOCK * self.tokens if self.activations == "of_a_warp" else 0
+        return -(-self.warps * self.depth * self.blocks * block // 1024) * 1024
+
+    def chunk(self, scales: int, stages: int) -> int:
+        """Stages of a warp, of `stages` in all, that shared memory has room for activations of."""
+        if self.activations != "shared":
+            return 1
+        room = SHARED_BYTES // self.resident - 1024 - self.ring_bytes(scales)
+        return max(1, min(stages, room // self.piece_bytes))
+
+    def shared_bytes(self, scales: int, chunk: int) -> int:
         sums = 4 * self.warps_by_columns * self.tokens * (self.rows + 4)
-        return max(warps * self.depth * stage, sums)
+        return max(self.ring_bytes(scales) + chunk * self.piece_bytes, sums)
 
 
-WIDE = Tile(4, 16, 1, 8, 3, 1)
-"""For 9 to 16 tokens."""
-DEEP = Tile(4, 8, 1, 4, 2, 3)
+SHARED_BYTES = 228 << 10
+"""Of a multiprocessor (compute capability 9.0), of which a program's first KiB is the system's."""
+
+DEEP = Tile(4, 8, 1, 4, 1, 2, "of_a_warp", 3)
 """For up to 8 tokens, where there are rows enough."""
-QUICK = Tile(2, 8, 1, 8, 3, 2)
+QUICK = Tile(2, 8, 1, 8, 1, 3, "of_a_warp", 2)
 """For up to 8 tokens and few rows."""
+MANY = (
+    Tile(4, 16, 8, 1, 1, 2, "shared", 2),
+    Tile(4, 32, 4, 1, 1, 2, "shared", 2),
+    Tile(2, 64, 8, 1, 1, 2, "shared", 2),
+)
+"""For up to 16, 32 and 64 tokens."""
 
 
 def unsupported(weight: Packed) -> str:
@@ -110,14 +144,14 @@ def linear(x: torch.Tensor, weight: Packed, *, early: bool = False) -> torch.Ten
     _check(x, weight, ())
     tokens, rows = x.shape[0], weight.rows
     y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
-    for start in range(0, tokens, WIDE.tokens):
-        part = x[start : start + WIDE.tokens]
+    for start in range(0, tokens, MANY[-1].tokens):
+        part = x[start : start + MANY[-1].tokens]
         tile, split = _dense_tile(part.shape[0], rows, weight.columns)
         split = split if _has_clusters(x.device) else 1
-        run = _kernel("dense", tile, x.dtype, _scales_of_block(weight))
+        run, chunk = _kernel("dense", tile, x.dtype, weight, split)
         run(
-            (-(-rows // tile.rows), split), tile.threads, weight.codes, weight.scales, part,
-            y[start : start + WIDE.tokens], part.shape[0], *_shape(weight),
+            (-(-rows // tile.rows), split), 32 * tile.warps, weight.codes, weight.scales, part,
+            y[start : start + MANY[-1].tokens], part.shape[0], *_shape(weight), chunk,
             cluster=split > 1, early=early,
         )  # fmt: skip
     return y
@@ -190,12 +224,12 @@ def run_gate_up(
     """gated [pairs, I] = silu(gate) times up of each pair, for `x` [M, H]."""
     intermediate = weight.rows // 2
     strips = -(-intermediate // (work.tile.rows // 2))
-    run = _kernel("gate_up", work.tile, x.dtype, _scales_of_block(weight))
+    run, chunk = _kernel("gate_up", work.tile, x.dtype, weight)
     _, columns, groups, shift = _shape(weight)
     run(
-        (strips, 1, work.pieces.shape[0]), work.tile.threads, weight.codes, weight.scales, x,
+        (strips, 1, work.pieces.shape[0]), 32 * work.tile.warps, weight.codes, weight.scales, x,
         gated, work.pieces, work.count, work.order, work.pairs_of_token, intermediate, columns,
-        groups, shift, early=early,
+        groups, shift, chunk, early=early,
     )  # fmt: skip
 
 
@@ -210,17 +244,19 @@ def run_down(
 ) -> None:
     """parts float32 [pairs, H] = the down projection of each pair times its router weight."""
     strips = -(-weight.rows // work.tile.rows)
-    run = _kernel("down", work.tile, gated.dtype, _scales_of_block(weight))
+    run, chunk = _kernel("down", work.tile, gated.dtype, weight)
     run(
-        (strips, 1, work.pieces.shape[0]), work.tile.threads, weight.codes, weight.scales,
-        gated, parts, work.pieces, work.count, work.order, router, *_shape(weight), early=early,
+        (strips, 1, work.pieces.shape[0]), 32 * work.tile.warps, weight.codes, weight.scales,
+        gated, parts, work.pieces, work.count, work.order, router, *_shape(weight), chunk,
+        early=early,
     )  # fmt: skip
 
 
 def _dense_tile(tokens: int, rows: int, columns: int) -> tuple[Tile, int]:
     """The tile, and the programs of a cluster that share its rows."""
     if tokens > DEEP.tokens:
-        return WIDE, 2 if rows * columns > 64 << 20 and rows < 16384 else 1
+        tile = next(tile for tile in MANY if tile.tokens >= tokens)
+        return tile, _split(tile, rows, columns)
     if rows >= 12288 or columns <= 2048:
         return DEEP, 1
     if columns >= 12288:
@@ -228,25 +264,39 @@ def _dense_tile(tokens: int, rows: int, columns: int) -> tuple[Tile, int]:
     return QUICK, 1
 
 
+def _split(tile: Tile, rows: int, columns: int) -> int:
+    """So many programs share rows that a GPU of 132 multiprocessors has enough of them."""
+    strips, split = -(-rows // tile.rows), 1
+    most = columns // (BLOCK * tile.blocks) // tile.warps_by_columns
+    while split < 8 and 2 * split <= most and strips * split < 132 * tile.resident:
+        split *= 2
+    return split
+
+
 @functools.cache
 def _has_clusters(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _kernel(entry: str, tile: Tile, dtype: torch.dtype, scales: int) -> Kernel:
-    *shape, resident = astuple(tile)
-    arguments = ", ".join(str(value) for value in (resident, *shape, scales))
+def _kernel(
+    entry: str, tile: Tile, dtype: torch.dtype, weight: Packed, split: int = 1
+) -> tuple[Kernel, int]:
+    """The kernel, and its chunk."""
+    scales = max(1, BLOCK * weight.scales.shape[-1] // weight.columns)
+    if weight.columns % (BLOCK * tile.blocks):
+        tile = replace(tile, blocks=1)
+    stages = weight.columns // (BLOCK * tile.blocks)
+    chunk = tile.chunk(scales, -(-stages // (tile.warps_by_columns * split)))
+    *shape, activations, resident = astuple(tile)
+    values = (resident, *shape, f"Activations::{activations}", scales)
+    arguments = ", ".join(str(value) for value in values)
     instance = f"{_ENTRIES[entry]}({_ELEMENTS[dtype]}, {arguments})"
-    return kernel("w4a16", "run", tile.shared_bytes(scales), instance)
+    return kernel("w4a16", "run", tile.shared_bytes(scales, chunk), instance), chunk
 
 
 @functools.cache
 def _named(name: str, instance: str = "") -> Kernel:
     return kernel("w4a16", "run" if instance else name, instance=instance)
-
-
-def _scales_of_block(weight: Packed) -> int:
-    return max(1, BLOCK * weight.scales.shape[-1] // weight.columns)
 
 
 def _shape(weight: Packed) -> tuple[int, int, int, int]:

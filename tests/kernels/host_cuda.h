@@ -86,7 +86,7 @@ inline unsigned host_nearest_tf32(float x) { return (__float_as_uint(x) + 0x1000
 constexpr std::size_t SHARED_FLOATS = 65536;
 alignas(128) inline float shared[SHARED_FLOATS];
 constexpr float UNTOUCHED = -12345.625f;
-#define memory reinterpret_cast<unsigned char*>(shared)
+inline unsigned char* const memory = reinterpret_cast<unsigned char*>(shared);
 
 // Runs a kernel over a grid, its arguments behind pointers as cuLaunchKernel takes them. False when
 // it wrote to shared memory beyond the `shared_bytes` it asked for.

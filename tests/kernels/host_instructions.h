@@ -1,6 +1,8 @@
 // halfbyte/kernels/cuda/instructions.cuh for the host: the same functions, by their definition.
 #pragma once
 
+#define HOPPER 1
+
 enum class Element { bfloat16, float16 };
 
 template <Element E>
@@ -53,12 +55,20 @@ inline void load_matrices(unsigned (&words)[4], unsigned address) {
 }
 
 template <Element E>
-unsigned times(unsigned a, unsigned power) {
+unsigned fma2(unsigned a, unsigned b, unsigned c) {
     const auto half = [&](int shift) {
-        return rounded<E>(value_of<E>(a >> shift) * value_of<E>(power >> shift));
+        // Exact in float64, but for sums of very different sizes, which are not taken here.
+        const double sum = double(value_of<E>(a >> shift)) * value_of<E>(b >> shift)
+                           + value_of<E>(c >> shift);
+        return rounded<E>(float(sum));
     };
     return half(0) | unsigned(half(16)) << 16;
 }
+template <Element E>
+unsigned times(unsigned a, unsigned b) {
+    return fma2<E>(a, b, 0x80008000u);
+}
+inline unsigned mask_or(unsigned word, unsigned mask, unsigned bits) { return (word & mask) | bits; }
 
 template <Element E>
 void multiply_add(float (&sums)[4], const unsigned (&weights)[4], unsigned tokens,
@@ -93,3 +103,32 @@ struct Cluster {
 inline Cluster this_cluster() { return {int(blockIdx.y), int(gridDim.y)}; }
 inline void synchronize(Cluster) { __syncthreads(); }
 inline float load_shared_of(const float* place, int, Cluster) { return *place; }
+
+inline void show_to_tensor_cores() {}
+inline void begin_products() {}
+inline void end_of_products() {}
+template <int LATER>
+void wait_for_products() {}
+
+template <Element E, int BLOCKS>
+void start_product(float (&sums)[BLOCKS][4], const unsigned (&weights)[4], unsigned address) {
+    const int lane = threadIdx.x % 32;
+    std::copy(weights, weights + 4, warp().words[lane]);
+    __syncwarp();
+    for (int b = 0; b < BLOCKS; b++) {
+        for (int i = 0; i < 4; i++) {
+            const int row = lane / 4 + 8 * (i / 2), token = 8 * b + 2 * (lane % 4) + i % 2;
+            double sum = sums[b][i];
+            for (int k = 0; k < 16; k++) {
+                const unsigned weight = warp().words[4 * (row % 8) + k % 8 / 2][row / 8 + k / 8 * 2];
+                unsigned place = address + token / 8 * 1024 + token % 8 * 128 + 2 * k;
+                place ^= (place >> 7 & 7) << 4;
+                unsigned short activation;
+                std::memcpy(&activation, memory + place, 2);
+                sum += double(value_of<E>(weight >> 16 * (k % 2))) * value_of<E>(activation);
+            }
+            sums[b][i] = sum;
+        }
+    }
+    __syncwarp();
+}

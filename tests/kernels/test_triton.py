@@ -278,3 +278,18 @@ def test_rounding_is_half_to_even(name: str) -> None:
     out = torch.empty_like(values).to(DEVICE)
     _apply[(1,)](values.to(DEVICE), out, FUNCTION=getattr(rounding, name), SIZE=4096)
     assert first_difference(out.cpu(), expected) is None
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (3, 5, 264), (7, 4096)])
+def test_codes_are_packed_as_the_twin_packs_them(shape: tuple[int, ...]) -> None:
+    from halfbyte.kernels.codes import pack_codes
+
+    generator = torch.Generator().manual_seed(5)
+    codes = torch.randint(-8, 8, shape, generator=generator, dtype=torch.int8)
+    packed, outside = pack_codes(codes.to(DEVICE))
+    assert not outside
+    assert torch.equal(packed.cpu(), pack_int4(codes))
+    for wrong in (-9, 8, 127, -128):
+        spoiled = codes.clone()
+        spoiled.flatten()[-1] = wrong
+        assert pack_codes(spoiled.to(DEVICE))[1]

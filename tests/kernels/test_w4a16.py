@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from halfbyte.kernels import reference, w4a16
-from halfbyte.kernels.w4a16 import DEEP, QUICK, WIDE, Packed, Tile
+from halfbyte.kernels.w4a16 import DEEP, MANY, QUICK, Packed, Tile
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -65,7 +65,7 @@ def rounded_weight_error(x: torch.Tensor, weight: Packed, expected: torch.Tensor
 
 ROWS, COLUMNS = (576, 2176) if CUDA else (100, 640)
 """The last tile is not full, and warps have different numbers of blocks."""
-TOKENS = (*range(1, 18), 31, 32, 33, 63, 64, 65, 128) if CUDA else (1, 7, 9, 17)
+TOKENS = (*range(1, 18), 31, 32, 33, 63, 64, 65, 128) if CUDA else (1, 8, 9, 17, 65)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -77,23 +77,59 @@ def test_a_product_is_nearer_than_with_rounded_weights(dtype: torch.dtype, group
         y = w4a16.linear(x, weight)
         expected = x.double() @ exact(weight).T
         assert y.dtype == dtype
-        # A code times a scale has 12 bits at most, which float16 rounds little and bfloat16 to 8.
-        equal = 1.0 if dtype == torch.bfloat16 else 1.001
+        # With more tokens weights are rounded, too, and only the order of sums differs. Code times
+        # scale has 12 bits at most, which float16 rounds little and bfloat16 to 8.
+        exact_weights = tokens <= 16
+        equal = 1.0 if dtype == torch.bfloat16 and exact_weights else 1.001
         assert error(y, expected) <= equal * rounded_weight_error(x, weight, expected)
-        # All that is left is the rounding of the result.
-        assert error(y, expected) <= 1.001 * error(expected.to(dtype), expected) + 1e-5
+        if exact_weights:  # all that is left is the rounding of the result
+            assert error(y, expected) <= 1.001 * error(expected.to(dtype), expected) + 1e-5
 
 
 @pytest.mark.parametrize(
-    "tile", [DEEP, QUICK, WIDE, Tile(4, 2, 2, 2, 3, 2), Tile(8, 8, 4, 1, 2, 1)]
+    "tile",
+    [
+        DEEP,
+        QUICK,
+        *MANY,
+        Tile(4, 2, 2, 2, 1, 3, "of_a_warp", 2),
+        Tile(8, 8, 4, 1, 1, 2, "of_a_warp", 1),
+        Tile(2, 8, 1, 2, 2, 2, "of_a_warp", 2),
+        Tile(4, 8, 2, 1, 2, 3, "shared", 1),
+        Tile(2, 32, 1, 2, 2, 2, "shared", 1),
+        Tile(2, 16, 4, 1, 1, 3, "wide", 1),
+        Tile(4, 32, 4, 1, 2, 2, "wide", 1),
+        Tile(2, 64, 8, 1, 1, 2, "wide", 1),
+        Tile(2, 128, 4, 1, 1, 2, "wide", 1),
+        Tile(2, 8, 2, 2, 1, 3, "shared", 1),
+        Tile(2, 16, 1, 4, 1, 3, "shared", 1),
+        Tile(2, 16, 2, 4, 1, 3, "of_a_warp", 1),
+    ],
 )
 def test_every_tile(tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = packed(ROWS, COLUMNS)
-    x = activations(min(tile.tokens, 5), COLUMNS, torch.bfloat16)
+    # Tiles that copy two blocks together take one where columns are no multiple of both.
+    for columns in (COLUMNS, COLUMNS + 128):
+        check_tile(tile, columns, monkeypatch)
+
+
+def check_tile(tile: Tile, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = packed(ROWS, columns)
+    x = activations(tile.tokens - 1, columns, torch.bfloat16)
     expected = x.double() @ exact(weight).T
     for split in (1, 2, 4, 8) if CUDA else (1,):
         monkeypatch.setattr(w4a16, "_dense_tile", lambda *_, split=split: (tile, split))
-        assert error(w4a16.linear(x, weight), expected) < 2e-3
+        assert error(w4a16.linear(x, weight), expected) < 3e-3
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3])
+def test_activations_in_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where shared memory has no room for all of them."""
+    monkeypatch.setattr(Tile, "chunk", lambda *_: chunk)
+    weight = packed(64, 128 * 7)
+    for tile in (Tile(2, 16, 2, 2, 1, 2, "shared", 1), Tile(2, 32, 2, 1, 1, 3, "shared", 1)):
+        monkeypatch.setattr(w4a16, "_dense_tile", lambda *_, tile=tile: (tile, 1))
+        x = activations(tile.tokens, 128 * 7, torch.bfloat16)
+        assert error(w4a16.linear(x, weight), x.double() @ exact(weight).T) < 3e-3
 
 
 @pytest.mark.parametrize("size", [2.0**-40, 1e-8, 1e4, 2.0**40])

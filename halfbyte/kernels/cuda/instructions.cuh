@@ -39,17 +39,28 @@ __device__ __forceinline__ void load_matrices(unsigned (&words)[4], unsigned add
                  : "r"(address));
 }
 
-// Two products, which are exact here: one factor is a power of two.
+// a b + c, of both halves, rounded once.
 template <Element E>
-__device__ __forceinline__ unsigned times(unsigned a, unsigned power) {
-    unsigned product;
+__device__ __forceinline__ unsigned fma2(unsigned a, unsigned b, unsigned c) {
+    unsigned d;
     if constexpr (E == Element::bfloat16) {
-        asm("fma.rn.bf16x2 %0, %1, %2, %3;"
-            : "=r"(product) : "r"(a), "r"(power), "r"(0x80008000u));
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     } else {
-        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(power));
+        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     }
-    return product;
+    return d;
+}
+
+template <Element E>
+__device__ __forceinline__ unsigned times(unsigned a, unsigned b) {
+    return fma2<E>(a, b, 0x80008000u);
+}
+
+// (word & mask) | bits, which the compiler would make two instructions of.
+__device__ __forceinline__ unsigned mask_or(unsigned word, unsigned mask, unsigned bits) {
+    unsigned result;
+    asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(result) : "r"(word), "r"(mask), "r"(bits));
+    return result;
 }
 
 // sums [16, 8] = weights [16, 16] tokens [16, 8] + start
@@ -135,3 +146,165 @@ __device__ __forceinline__ float load_shared_of(const float* place, int rank, Cl
 #endif
     return *place;
 }
+
+// ------------------------------------------------ tensor cores of four warps (Hopper only: sm_90a)
+
+#if HOPPER
+// What one thread wrote to shared memory by itself, these instructions see only after it did this.
+__device__ __forceinline__ void show_to_tensor_cores() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Before products whose registers other instructions wrote.
+__device__ __forceinline__ void begin_products() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void end_of_products() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Until no more than `LATER` of the groups of products are under way.
+template <int LATER>
+__device__ __forceinline__ void wait_for_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LATER) : "memory");
+}
+
+// Starts sums [64, 8 BLOCKS] += weights [64, 16] tokens [16, 8 BLOCKS], 16 rows of each of four
+// warps, in registers as for `multiply_add`. Of the tokens, at `address`, those of eight lie in 1024
+// bytes, 128 bytes for 64 columns of each; pieces of 16 bytes change places by the token's number.
+template <Element E, int BLOCKS>
+__device__ __forceinline__ void start_product(
+    float (&sums)[BLOCKS][4], const unsigned (&weights)[4], unsigned address) {
+    const unsigned long long matrix =
+        (address & 0x3FFFF) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
+    if constexpr (BLOCKS == 2) {
+        if constexpr (E == Element::bfloat16) {
+            asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
+                "%0, %1, %2, %3, %4, %5, %6, %7 "
+                "}, {%8, %9, %10, %11}, %12, 1, 1, 1, 0;"
+                : "+f"(sums[0][0]), "+f"(sums[0][1]), "+f"(sums[0][2]), "+f"(sums[0][3]),
+                  "+f"(sums[1][0]), "+f"(sums[1][1]), "+f"(sums[1][2]), "+f"(sums[1][3])
+                : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]),
+                  "l"(matrix));
+        } else {
+            asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {"
+                "%0, %1, %2, %3, %4, %5, %6, %7 "
+                "}, {%8, %9, %10, %11}, %12, 1, 1, 1, 0;"
+                : "+f"(sums[0][0]), "+f"(sums[0][1]), "+f"(sums[0][2]), "+f"(sums[0][3]),
+                  "+f"(sums[1][0]), "+f"(sums[1][1]), "+f"(sums[1][2]), "+f"(sums[1][3])
+                : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]),
+                  "l"(matrix));
+        }
+    }
+    if constexpr (BLOCKS == 4) {
+        if constexpr (E == Element::bfloat16) {
+            asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+                "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15 "
+                "}, {%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
+                : "+f"(sums[0][0]), "+f"(sums[0][1]), "+f"(sums[0][2]), "+f"(sums[0][3]),
+                  "+f"(sums[1][0]), "+f"(sums[1][1]), "+f"(sums[1][2]), "+f"(sums[1][3]),
+                  "+f"(sums[2][0]), "+f"(sums[2][1]), "+f"(sums[2][2]), "+f"(sums[2][3]),
+                  "+f"(sums[3][0]), "+f"(sums[3][1]), "+f"(sums[3][2]), "+f"(sums[3][3])
+                : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]),
+                  "l"(matrix));
+        } else {
+            asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {"
+                "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15 "
+                "}, {%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
+                : "+f"(sums[0][0]), "+f"(sums[0][1]), "+f"(sums[0][2]), "+f"(sums[0][3]),
+                  "+f"(sums[1][0]), "+f"(sums[1][1]), "+f"(sums[1][2]), "+f"(sums[1][3]),
+                  "+f"(sums[2][0]), "+f"(sums[2][1]), "+f"(sums[2][2]), "+f"(sums[2][3]),
+                  "+f"(sums[3][0]), "+f"(sums[3][1]), "+f"(sums[3][2]), "+f"(sums[3][3])
+                : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]),
+                  "l"(matrix));
+        }
+    }
+    if constexpr (BLOCKS == 8) {
+        if constexpr (E == Element::bfloat16) {
+            asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+                "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+                "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31 "
+                "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
+                : "+f"(sums[0][0]), "+f"(sums[0][1]), "+f"(sums[0][2]), "+f"(sums[0][3]),
+                  "+f"(sums[1][0]), "+f"(sums[1][1]), "+f"(sums[1][2]), "+f"(sums[1][3]),
+                  "+f"(sums[2][0]), "+f"(sums[2][1]), "+f"(sums[2][2]), "+f"(sums[2][3]),
+                  "+f"(sums[3][0]), "+f"(sums[3][1]), "+f"(sums[3][2]), "+f"(sums[3][3]),
+                  "+f"(sums[4][0]), "+f"(sums[4][1]), "+f"(sums[4][2]), "+f"(sums[4][3]),
+                  "+f"(sums[5][0]), "+f"(sums[5][1]), "+f"(sums[5][2]), "+f"(sums[5][3]),
+                  "+f"(sums[6][0]), "+f"(sums[6][1]), "+f"(sums[6][2]), "+f"(sums[6][3]),
+                  "+f"(sums[7][0]), "+f"(sums[7][1]), "+f"(sums[7][2]), "+f"(sums[7][3])
+                : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]),
+                  "l"(matrix));
+        } else {
+            asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+                "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+                "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31 "
+                "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
+                : "+f"(sums[0][0]), "+f"(sums[0][1]), "+f"(sums[0][2]), "+f"(sums[0][3]),
+                  "+f"(sums[1][0]), "+f"(sums[1][1]), "+f"(sums[1][2]), "+f"(sums[1][3]),
+                  "+f"(sums[2][0]), "+f"(sums[2][1]), "+f"(sums[2][2]), "+f"(sums[2][3]),
+                  "+f"(sums[3][0]), "+f"(sums[3][1]), "+f"(sums[3][2]), "+f"(sums[3][3]),
+                  "+f"(sums[4][0]), "+f"(sums[4][1]), "+f"(sums[4][2]), "+f"(sums[4][3]),
+                  "+f"(sums[5][0]), "+f"(sums[5][1]), "+f"(sums[5][2]), "+f"(sums[5][3]),
+                  "+f"(sums[6][0]), "+f"(sums[6][1]), "+f"(sums[6][2]), "+f"(sums[6][3]),
+                  "+f"(sums[7][0]), "+f"(sums[7][1]), "+f"(sums[7][2]), "+f"(sums[7][3])
+                : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]),
+                  "l"(matrix));
+        }
+    }
+    if constexpr (BLOCKS == 16) {
+        if constexpr (E == Element::bfloat16) {
+            asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+                "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+                "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "
+                "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "
+                "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63 "
+                "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 0;"
+                : "+f"(sums[0][0]), "+f"(sums[0][1]), "+f"(sums[0][2]), "+f"(sums[0][3]),
+                  "+f"(sums[1][0]), "+f"(sums[1][1]), "+f"(sums[1][2]), "+f"(sums[1][3]),
+                  "+f"(sums[2][0]), "+f"(sums[2][1]), "+f"(sums[2][2]), "+f"(sums[2][3]),
+                  "+f"(sums[3][0]), "+f"(sums[3][1]), "+f"(sums[3][2]), "+f"(sums[3][3]),
+                  "+f"(sums[4][0]), "+f"(sums[4][1]), "+f"(sums[4][2]), "+f"(sums[4][3]),
+                  "+f"(sums[5][0]), "+f"(sums[5][1]), "+f"(sums[5][2]), "+f"(sums[5][3]),
+                  "+f"(sums[6][0]), "+f"(sums[6][1]), "+f"(sums[6][2]), "+f"(sums[6][3]),
+                  "+f"(sums[7][0]), "+f"(sums[7][1]), "+f"(sums[7][2]), "+f"(sums[7][3]),
+                  "+f"(sums[8][0]), "+f"(sums[8][1]), "+f"(sums[8][2]), "+f"(sums[8][3]),
+                  "+f"(sums[9][0]), "+f"(sums[9][1]), "+f"(sums[9][2]), "+f"(sums[9][3]),
+                  "+f"(sums[10][0]), "+f"(sums[10][1]), "+f"(sums[10][2]), "+f"(sums[10][3]),
+                  "+f"(sums[11][0]), "+f"(sums[11][1]), "+f"(sums[11][2]), "+f"(sums[11][3]),
+                  "+f"(sums[12][0]), "+f"(sums[12][1]), "+f"(sums[12][2]), "+f"(sums[12][3]),
+                  "+f"(sums[13][0]), "+f"(sums[13][1]), "+f"(sums[13][2]), "+f"(sums[13][3]),
+                  "+f"(sums[14][0]), "+f"(sums[14][1]), "+f"(sums[14][2]), "+f"(sums[14][3]),
+                  "+f"(sums[15][0]), "+f"(sums[15][1]), "+f"(sums[15][2]), "+f"(sums[15][3])
+                : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]),
+                  "l"(matrix));
+        } else {
+            asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
+                "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+                "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, "
+                "%34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "
+                "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63 "
+                "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 0;"
+                : "+f"(sums[0][0]), "+f"(sums[0][1]), "+f"(sums[0][2]), "+f"(sums[0][3]),
+                  "+f"(sums[1][0]), "+f"(sums[1][1]), "+f"(sums[1][2]), "+f"(sums[1][3]),
+                  "+f"(sums[2][0]), "+f"(sums[2][1]), "+f"(sums[2][2]), "+f"(sums[2][3]),
+                  "+f"(sums[3][0]), "+f"(sums[3][1]), "+f"(sums[3][2]), "+f"(sums[3][3]),
+                  "+f"(sums[4][0]), "+f"(sums[4][1]), "+f"(sums[4][2]), "+f"(sums[4][3]),
+                  "+f"(sums[5][0]), "+f"(sums[5][1]), "+f"(sums[5][2]), "+f"(sums[5][3]),
+                  "+f"(sums[6][0]), "+f"(sums[6][1]), "+f"(sums[6][2]), "+f"(sums[6][3]),
+                  "+f"(sums[7][0]), "+f"(sums[7][1]), "+f"(sums[7][2]), "+f"(sums[7][3]),
+                  "+f"(sums[8][0]), "+f"(sums[8][1]), "+f"(sums[8][2]), "+f"(sums[8][3]),
+                  "+f"(sums[9][0]), "+f"(sums[9][1]), "+f"(sums[9][2]), "+f"(sums[9][3]),
+                  "+f"(sums[10][0]), "+f"(sums[10][1]), "+f"(sums[10][2]), "+f"(sums[10][3]),
+                  "+f"(sums[11][0]), "+f"(sums[11][1]), "+f"(sums[11][2]), "+f"(sums[11][3]),
+                  "+f"(sums[12][0]), "+f"(sums[12][1]), "+f"(sums[12][2]), "+f"(sums[12][3]),
+                  "+f"(sums[13][0]), "+f"(sums[13][1]), "+f"(sums[13][2]), "+f"(sums[13][3]),
+                  "+f"(sums[14][0]), "+f"(sums[14][1]), "+f"(sums[14][2]), "+f"(sums[14][3]),
+                  "+f"(sums[15][0]), "+f"(sums[15][1]), "+f"(sums[15][2]), "+f"(sums[15][3])
+                : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]),
+                  "l"(matrix));
+        }
+    }
+}
+#endif
