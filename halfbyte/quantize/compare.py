@@ -65,12 +65,14 @@ def difference(
     *,
     rounded: bool,
     scaled: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    located: bool = True,
 ) -> str | None:
     """How an output weight differs from what its source allows.
 
     Copies must be equal bit for bit, dequantized weights equal to the decoded source in BF16.
     `rounded` INT4 weights must be the nearest codes; others may have moved, within bounds.
-    `scaled` is what the run has done to the decoded source, float32, before all that.
+    `scaled` is what the run has done to the decoded source, float32, before all that. `located` has
+    the likeliest place of a change searched, which takes longer than the comparison.
     """
     if source.shape != output.shape:
         return f"has shape {list(output.shape)}, its source {list(source.shape)}"
@@ -89,7 +91,13 @@ def difference(
                 weight = scaled(weight)
             tolerance = ERROR_TOLERANCE if scaled is None else SCALED_ERROR_TOLERANCE
             return _int4_difference(
-                weight, output, output_reader, report, rounded=rounded, tolerance=tolerance
+                weight,
+                output,
+                output_reader,
+                report,
+                rounded=rounded,
+                tolerance=tolerance,
+                located=located,
             )
     except CheckpointError as error:
         return str(error)
@@ -152,6 +160,7 @@ def _int4_difference(
     *,
     rounded: bool,
     tolerance: float,
+    located: bool,
 ) -> str | None:
     scheme = output.scheme
     assert scheme is not None
@@ -174,6 +183,8 @@ def _int4_difference(
     error = _energy((steps * scales).sub_(grouped))
 
     def place() -> str:
+        if not located:
+            return ""
         excess = None
         if report is not None:
             reported = report.weight_error * energy

@@ -18,6 +18,9 @@ from halfbyte.core import Scheme
 
 _PLAUSIBLE = 4.0
 """Squared steps that a value may have been off before it changed: GPTQ moves some codes by two."""
+_SEVERAL_BITS = 1.0
+"""Squared steps that a change of several bits has to explain more than that of one, which is what
+happens to memory."""
 _MANY = 1000
 """Places beyond which none is shown: that would be a guess."""
 
@@ -59,8 +62,9 @@ class Place:
 
 
 class _Candidate(NamedTuple):
-    before: float
-    """Squared steps that the value was off before the change: the fewer, the likelier."""
+    gain: float
+    """Squared steps that the value is off by now, less those before. Deviations are nearly normal,
+    so the more, the likelier that they are not its own."""
     place: Place
 
 
@@ -82,7 +86,7 @@ def locate(
         if len(matches) > _MANY:
             return None
         if matches:
-            best = min(matches, key=lambda match: match.before).place
+            best = max(matches, key=lambda match: match.gain).place
             return Place(best.row, best.group, best.column, best.found, best.expected, len(matches))
     return _outlier(view)
 
@@ -110,20 +114,25 @@ def _changed_codes(view: _View, scheme: Scheme, excess: Excess) -> Iterator[_Can
     """Places where another code would give the |W - Q|² of the report."""
     squares = view.scales.square()[..., None]
     width = view.codes.shape[2]
-    for change in range(scheme.code_min - scheme.code_max, scheme.code_max - scheme.code_min + 1):
+    # A change c of a code that is off by e now adds s² (e² - (e - c)²): two solutions at most.
+    root = (view.off.square() - excess.value / squares).clamp_(min=0).sqrt_()
+    first = (view.off - root).round_()
+    second = (view.off + root).round_()
+    second[second == first] = 0
+    for change in (first, second):
         before, was = view.off - change, view.codes - change
         added = squares * change * (2 * view.off - change)
         fits = (added - excess.value).abs_() <= excess.tolerance
-        fits &= (was >= scheme.code_min) & (was <= scheme.code_max)
+        fits &= (was >= scheme.code_min) & (was <= scheme.code_max) & (change != 0)
         fits &= before.square() <= _PLAUSIBLE
-        if not change:
-            continue
         for row, group, column in fits.nonzero()[: _MANY + 1].tolist():
             at = row, group, column
-            place = Place(
-                row, group, group * width + column, float(view.codes[at]), float(was[at]), 1
-            )
-            yield _Candidate(float(before[at]) ** 2, place)
+            found, wrote = float(view.codes[at]), float(was[at])
+            gain = float(view.off[at]) ** 2 - float(before[at]) ** 2
+            if ((int(found) - scheme.code_min) ^ (int(wrote) - scheme.code_min)).bit_count() > 1:
+                gain -= _SEVERAL_BITS
+            place = Place(row, group, group * width + column, found, wrote, 1)
+            yield _Candidate(gain, place)
 
 
 def _flipped_scales(view: _View, scales: torch.Tensor, excess: Excess) -> Iterator[_Candidate]:
@@ -144,7 +153,8 @@ def _flipped_scales(view: _View, scales: torch.Tensor, excess: Excess) -> Iterat
         for row, group in fits.nonzero()[: _MANY + 1].tolist():
             found = float(view.scales[row, group])
             place = Place(row, group, None, found, found * float(ratio[row, group]), 1)
-            yield _Candidate(float(before[row, group]), place)
+            now = _misfit(moment[row, group], square[row, group])
+            yield _Candidate(float(now - before[row, group]), place)
 
 
 def _misfit(moment: torch.Tensor, square: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -27,6 +27,8 @@ TOKENS = (1, 8, 128)
 """Of the products: decoding of one and of eight requests, and prefill."""
 DTYPE = torch.bfloat16
 """Of activations, as servers have them."""
+ROUNDED_BEYOND = 16
+"""Tokens beyond which a kernel may round weights to the dtype of activations, as it costs less."""
 _SMALLEST = 2.0**-126
 """Below it numbers may be taken as zero."""
 
@@ -53,13 +55,17 @@ class Linear(NamedTuple):
 
     def judged(self, x: torch.Tensor) -> tuple[list[Judged], torch.Tensor]:
         """Its products with the first rows of `x` [M, K], and the one with all of them."""
-        expected = Expected.of(x, self.weight)
+        expected = [Expected.of(x, weight, self.stored.scales) for weight in self.alternatives()]
         results = []
         for count in token_counts(len(x)):
             with poisoned():
                 y = reference.linear_int4(x[:count], *self.stored)
             results.append(judge(y, expected, count))
         return results, y
+
+    def alternatives(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weight, and rounded as for products of many tokens."""
+        return self.weight, self.weight.to(DTYPE).float()
 
 
 def token_counts(tokens: int) -> list[int]:
@@ -86,11 +92,19 @@ class Expected(NamedTuple):
     slack: torch.Tensor
 
     @staticmethod
-    def of(x: torch.Tensor, weight: torch.Tensor) -> Expected:
-        """Of x [M, K] and a weight [N, K]."""
+    def of(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> Expected:
+        """Of x [M, K] and a weight [N, K] with its scales [N, groups].
+
+        A kernel may take codes as they are stored, 0 to 15, and 8 times the activations away: four
+        sums, cut off, of up to 16 steps.
+        """
         x, weight = x.double(), weight.double()
-        sizes = x.abs() @ weight.abs().T
-        return Expected(x @ weight.T, sizes.mul_(float32_share(x.shape[1])))
+        steps = scales.double().abs().repeat_interleave(weight.shape[1] // scales.shape[1], 1)
+        sizes = weight.abs().mul_(float32_share(x.shape[1])).add_(steps, alpha=64 * 2.0**-23)
+        return Expected(x @ weight.T, x.abs() @ sizes.T)
+
+    def first(self, tokens: int) -> Expected:
+        return Expected(self.value[:tokens], self.slack[:tokens])
 
 
 class Judged(NamedTuple):
@@ -105,13 +119,15 @@ class Judged(NamedTuple):
     fault: str | None = None
 
 
-def judge(y: torch.Tensor, expected: Expected, tokens: int) -> Judged:
-    """Hold the product of the first `tokens` rows against float64.
+def judge(y: torch.Tensor, expected: Sequence[Expected], tokens: int) -> Judged:
+    """Hold the product of the first `tokens` rows against float64: `expected` with the weights, and
+    with rounded ones, which many tokens allow.
 
     A sum that is off by d before it is rounded is off by at most 2 d more than the rounded float64
     is, whichever way it is rounded.
     """
-    value, slack = (part[:tokens] for part in expected)
+    exact, rounded_weights = (one.first(tokens) for one in expected)
+    value = exact.value
     rounding = (value.to(DTYPE).double() - value).abs_()
     norm = max(float(value.norm()), _SMALLEST)
     rounded = _number(float(rounding.norm()) / norm)
@@ -120,20 +136,31 @@ def judge(y: torch.Tensor, expected: Expected, tokens: int) -> Judged:
         found = f"{y.dtype} {list(y.shape)}, not {DTYPE} {list(value.shape)}"
         return Judged(None, rounded, None, f"{which} the product is {found}")
     off = (y.double() - value).abs_()
-    allowed = 2 * slack + _SMALLEST
-    share = ((off - rounding) / allowed).clamp_(min=0).nan_to_num_(nan=math.inf, posinf=math.inf)
+    share = _share(y, exact)
+    if tokens > ROUNDED_BEYOND:
+        share = torch.minimum(share, _share(y, rounded_weights))
     worst = float(share.max())
     judged = Judged(_number(float(off.norm()) / norm), rounded, _number(worst))
     if worst <= 1:
         return judged
     token, row = divmod(int(share.argmax()), share.shape[1])
     at, bad = (token, row), share > 1
+    allowed = float(rounding[at]) + 2 * float(exact.slack[at])
     return judged._replace(
         fault=f"{which} the output of token {token}, row {row} is {float(y[at]):.6g}, in float64 "
         f"{float(value[at]):.6g}: off by {float(off[at]):.3g}, at most "
-        f"{float(rounding[at] + allowed[at]):.3g} is rounding; {int(bad.sum()):,} of "
+        f"{allowed:.3g} is rounding; {int(bad.sum()):,} of "
         f"{bad.numel():,} outputs and {int(bad.any(0).sum()):,} of {bad.shape[1]:,} rows are so"
     )
+
+
+def _share(y: torch.Tensor, expected: Expected) -> torch.Tensor:
+    """Of what float32 sums may be off by, [M, N]."""
+    value, slack = expected
+    rounding = (value.to(DTYPE).double() - value).abs_()
+    beyond = (y.double() - value).abs_().sub_(rounding)
+    share = beyond.div_(2 * slack + _SMALLEST).clamp_(min=0)
+    return share.nan_to_num_(nan=math.inf, posinf=math.inf)
 
 
 def _number(value: float) -> float | None:
@@ -234,10 +261,11 @@ class Together:
         self.width = width
         self._routed = routed
         self._stacks: dict[str, Packed] = {}
-        self._decoded: dict[str, torch.Tensor] = {}
-        """Linears of an expert until all three are there."""
-        self._value = torch.zeros_like(routed.x, dtype=torch.float64)
-        self._slack = torch.zeros_like(self._value)
+        self._waiting: dict[str, Linear] = {}
+        """Of an expert, until all three are there."""
+        nothing = torch.zeros_like(routed.x, dtype=torch.float64)
+        self._expected = [Expected(nothing.clone(), nothing.clone()) for _ in range(2)]
+        """With the weights, and with rounded ones."""
 
     def take(self, name: str, linear: Linear) -> None:
         """A linear of an expert, expert by expert; one of no routed expert is left alone."""
@@ -258,9 +286,13 @@ class Together:
         first = rows if leaf == "up_proj" else 0
         for whole, part in zip(self._stacks[stack], linear.stored, strict=True):
             whole[expert, first : first + rows] = part
-        self._decoded[leaf] = linear.weight
-        if len(self._decoded) == len(EXPERT_LINEARS):
-            self._add(expert, *(self._decoded.pop(leaf) for leaf in EXPERT_LINEARS))
+        self._waiting[leaf] = linear
+        if len(self._waiting) == len(EXPERT_LINEARS):
+            linears = [self._waiting.pop(leaf) for leaf in EXPERT_LINEARS]
+            scales = [one.stored.scales for one in linears]
+            weights = zip(*(one.alternatives() for one in linears), strict=True)
+            for expected, alternative in zip(self._expected, weights, strict=True):
+                self._add(expected, expert, alternative, scales)
 
     @property
     def by_kernel(self) -> bool:
@@ -268,12 +300,11 @@ class Together:
 
     def judged(self) -> list[Judged]:
         """The products of the first tokens, once all linears were taken."""
-        expected = Expected(self._value, self._slack)
         results = []
-        for count in token_counts(len(self._value)):
+        for count in token_counts(len(self._routed.x)):
             with poisoned():
                 y = self._product(count)
-            results.append(judge(y, expected, count))
+            results.append(judge(y, self._expected, count))
         return results
 
     def _product(self, tokens: int) -> torch.Tensor:
@@ -285,8 +316,15 @@ class Together:
             return w4a16.experts(x, w4a16.Packed(*gate_up), w4a16.Packed(*down), chosen, router)
         return reference.experts_int4(x, gate_up, down, chosen, router)
 
-    def _add(self, expert: int, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> None:
-        """Add an expert's share to the float64 outputs, and to what they may be off by.
+    def _add(
+        self,
+        expected: Expected,
+        expert: int,
+        weights: Sequence[torch.Tensor],
+        scales: Sequence[torch.Tensor],
+    ) -> None:
+        """Add an expert's share to the float64 outputs, and to what they may be off by; of gate, up
+        and down.
 
         The gated product is rounded to the dtype in between: where float32 may fall on either side
         of a step, the outputs may be off by that step.
@@ -295,7 +333,8 @@ class Together:
         if not len(token):
             return
         x = self._routed.x[token]
-        (g, g_off), (u, u_off) = Expected.of(x, gate), Expected.of(x, up)
+        g, g_off = Expected.of(x, weights[0], scales[0])
+        u, u_off = Expected.of(x, weights[1], scales[1])
         acted = torch.nn.functional.silu(g)
         exact = acted * u
         # The slope of silu is below 1.1; exponential and division are good to a few units.
@@ -305,10 +344,10 @@ class Together:
         step = torch.maximum(
             (exact + off).to(DTYPE).double() - middle, middle - (exact - off).to(DTYPE).double()
         )
-        made = Expected.of(middle, down)
-        sizes = down.double().abs()
+        made = Expected.of(middle, weights[2], scales[2])
+        sizes = weights[2].double().abs()
         share = (self.width.per_token + 2) * 2.0**-24
         slack = made.slack + step @ sizes.T + share * (middle.abs() @ sizes.T)
         router = self._routed.router[token, place, None].double()
-        self._value.index_add_(0, token, made.value * router)
-        self._slack.index_add_(0, token, slack * router.abs())
+        expected.value.index_add_(0, token, made.value * router)
+        expected.slack.index_add_(0, token, slack * router.abs())

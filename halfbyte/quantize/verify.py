@@ -78,6 +78,9 @@ class VerifyResult:
     """The products of its INT4 linears, if they were asked for."""
 
 
+LOCATED = 16
+"""Faulty linears whose likeliest place is searched. With more, the fault is in no single place."""
+
 _WITHOUT_REPORT = (
     f"there is no readable {REPORT_FILE}: hashes, plan and the exact error of each weight were not "
     "checked, only that weights are near their source if one was given"
@@ -302,6 +305,7 @@ def _against_source(
     only_rounded = report is not None and not report.settings.compensates
     progress.start("compare", source.nbytes, "bytes")
     with ShardReader(source) as source_reader, ShardReader(output) as output_reader:
+        to_locate = LOCATED
         for name, stored in original.weights.items():
             progress.advance(stored.nbytes)
             if name in weights:
@@ -315,8 +319,10 @@ def _against_source(
                     linear,
                     rounded=(fallback or "").startswith("rtn") or only_rounded,
                     scaled=original.scaling(name),
+                    located=to_locate > 0,
                 )
                 if fault is not None:
+                    to_locate -= 1
                     yield Mismatch("value", name, fault)
             elif name not in dropped:
                 yield Mismatch("plan", name, "is in the source but not in the output")

@@ -36,6 +36,10 @@ def linear(rows: int, columns: int, group: int = 32) -> Linear:
     return Linear(stored, codes.float() * spread)
 
 
+def expected_of(x: torch.Tensor, one: Linear) -> list[Expected]:
+    return [Expected.of(x, weight, one.stored.scales) for weight in one.alternatives()]
+
+
 def activations(tokens: int, columns: int) -> torch.Tensor:
     return torch.randn(tokens, columns, generator=GENERATOR).bfloat16()
 
@@ -46,7 +50,7 @@ def test_float32_sums_in_any_order_keep_the_bound(columns: int, massive: bool) -
     one, x = linear(64, columns), activations(128, columns)
     if massive:  # as trained models have them: all that follows is added to a large number
         x[:, 3] = 1000.0
-    expected = Expected.of(x, one.weight)
+    expected = expected_of(x, one)
     order = torch.randperm(columns, generator=GENERATOR)
     forward = torch.zeros(128, 64)
     for column in range(columns):  # one after the other, the worst order there is
@@ -72,7 +76,7 @@ def test_sums_that_are_cut_off_keep_the_bound() -> None:
     for start in range(0, 6144, 16):
         part = slice(start, start + 16)
         sums = cut_off(sums.double() + x[:, part].double() @ one.weight[:, part].double().T)
-    judged = judge(sums.bfloat16(), Expected.of(x, one.weight), 16)
+    judged = judge(sums.bfloat16(), expected_of(x, one), 16)
     assert judged.fault is None
     assert judged.of_allowance is not None
     assert judged.of_allowance > 0.02  # it leaves no room for more than the worst of that
@@ -100,8 +104,8 @@ def not_a_number(y: torch.Tensor) -> None:
 )
 def test_outputs_that_are_wrong(damage: Callable[[torch.Tensor], None], where: str) -> None:
     one, x = linear(64, 2048), activations(8, 2048)
-    expected = Expected.of(x, one.weight)
-    y = expected.value.bfloat16()
+    expected = expected_of(x, one)
+    y = expected[0].value.bfloat16()
     assert judge(y, expected, 8).of_allowance == 0
     damage(y)
     fault = judge(y, expected, 8).fault
@@ -114,15 +118,43 @@ def test_a_code_that_is_one_step_off_in_one_place() -> None:
     one, x = linear(64, 2048), activations(128, 2048)
     wrong = one.weight.clone()
     wrong[11, 1000] += one.stored.scales[11, 1000 // 32].float()
-    judged = judge((x.float() @ wrong.T).bfloat16(), Expected.of(x, one.weight), 128)
+    judged = judge((x.float() @ wrong.T).bfloat16(), expected_of(x, one), 128)
     assert judged.fault is not None
     assert "row 11" in judged.fault
     assert "1 of 64 rows" in judged.fault
 
 
+def test_weights_may_be_rounded_for_many_tokens() -> None:
+    """As kernels do that make 16-bit weights of codes first. The error shows it."""
+    one, x = linear(64, 2048), activations(128, 2048)
+    y = (x.float() @ one.weight.bfloat16().float().T).bfloat16()
+    judged = judge(y, expected_of(x, one), 128)
+    assert judged.fault is None
+    assert judged.error is not None
+    assert judged.rounding is not None
+    assert judged.error > 1.2 * judged.rounding
+    for tokens in (1, 8, 16):
+        assert judge(y[:tokens], expected_of(x, one), tokens).fault is not None
+
+
+def test_codes_may_be_taken_as_they_are_stored() -> None:
+    """0 to 15, less 8 times the activations, of which one is massive and meets codes of zero."""
+    one, x = linear(64, 128), activations(16, 128)
+    x[:, 3] = 30000.0
+    codes = reference.unpack_int4(one.stored.codes, 128)
+    codes[:, 3] = 0
+    stored = Packed(reference.pack_int4(codes), one.stored.scales)
+    spread = stored.scales.float().repeat_interleave(32, 1)
+    one = Linear(stored, codes.float() * spread)
+    groups = x.float().unflatten(1, (4, 32)), (codes.float() + 8).unflatten(1, (4, 32))
+    sums = torch.einsum("mgk,ngk->mng", *groups) - 8 * groups[0].sum(2)[:, None]
+    y = (sums * stored.scales.float()).sum(2).bfloat16()
+    assert judge(y, expected_of(x, one), 16).fault is None
+
+
 def test_results_of_another_shape_or_dtype() -> None:
     one, x = linear(8, 64), activations(2, 64)
-    expected = Expected.of(x, one.weight)
+    expected = expected_of(x, one)
     for y in (torch.zeros(2, 7).bfloat16(), torch.zeros(2, 8)):
         judged = judge(y, expected, 2)
         assert judged.error is None
@@ -132,14 +164,14 @@ def test_results_of_another_shape_or_dtype() -> None:
 def test_what_is_not_finite_has_no_number() -> None:
     one, x = linear(8, 64), activations(2, 64)
     y = torch.full((2, 8), float("inf")).bfloat16()
-    judged = judge(y, Expected.of(x, one.weight), 2)
+    judged = judge(y, expected_of(x, one), 2)
     assert (judged.error, judged.of_allowance) == (None, None)
     assert json.dumps(judged, allow_nan=False)
 
 
 def test_zeros_times_anything_are_zeros() -> None:
     one, x = linear(8, 64), torch.zeros(2, 64).bfloat16()
-    expected = Expected.of(x, one.weight)
+    expected = expected_of(x, one)
     assert judge(torch.zeros(2, 8).bfloat16(), expected, 2).fault is None
     assert judge(torch.full((2, 8), 1e-30).bfloat16(), expected, 2).fault is not None
 
