@@ -324,11 +324,11 @@ def kernel_table(result: KernelResult) -> Table:
         Column("kernel error", number=True),
         Column("rounding alone", number=True),
         Column("margin used", number=True),
-        Column("by all experts at once", number=True),
+        Column("experts at once", number=True),
     ]
     if against_source:
         columns += [
-            Column("against the source", number=True),
+            Column("from the source", number=True),
             Column("worst", number=True),
             Column("linear"),
         ]
