@@ -242,7 +242,10 @@ def run_down(
     *,
     early: bool = False,
 ) -> None:
-    """parts float32 [pairs, H] = the down projection of each pair times its router weight."""
+    """parts float32 [pairs, H] = the down projection of each pair times its router weight.
+
+    With `early` the kernel ahead has to be that of `run_gate_up` with the same work.
+    """
     strips = -(-weight.rows // work.tile.rows)
     run, chunk = _kernel("down", work.tile, gated.dtype, weight)
     run(

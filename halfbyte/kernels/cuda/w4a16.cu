@@ -709,8 +709,8 @@ __device__ __forceinline__ void gate_up(
     const Cluster part = this_cluster();
     constexpr int HALF = T::ROWS / 2;
     const int start = blockIdx.x * HALF;
-    let_later_kernels_start();
     wait_for_earlier_kernels();
+    let_later_kernels_start();  // `down` may read the list as soon as it runs
     if (blockIdx.z >= *works) return;
     const Work work = list[blockIdx.z];
     const size_t offset = size_t(work.expert) * 2 * intermediate;
@@ -751,8 +751,11 @@ __device__ __forceinline__ void down(
     const Cluster part = this_cluster();
     const int first = blockIdx.x * T::ROWS;
     let_later_kernels_start();
-    wait_for_earlier_kernels();
-    if (blockIdx.z >= *works) return;
+    // `gate_up` has seen the list before this could start, so weights are fetched while it ends.
+    if (blockIdx.z >= *works) {
+        wait_for_earlier_kernels();
+        return;
+    }
     const Work work = list[blockIdx.z];
     const size_t offset = size_t(work.expert) * rows;
     float sums[T::ROW_GROUPS][T::TOKEN_BLOCKS][4] = {};
