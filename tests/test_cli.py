@@ -466,7 +466,7 @@ def test_bench_decode_times_a_layer(quantize: Quantize, tiny: Path, without_gpu:
         (1, 1),
         (1, 3),
     ]
-    assert (document["group_size"], document["device"]) == ("32", "CPU")
+    assert (document["group_size"], document["device"]) == (32, "CPU")
     assert "attention itself" in document["left_out"]
     parts = [part for layer in document["layers"] for part in layer["parts"]]
     assert len(without_gpu) == 1 + sum(len(part["timings"]) for part in parts)
@@ -491,6 +491,8 @@ def test_bench_decode_times_a_layer(quantize: Quantize, tiny: Path, without_gpu:
     assert "not in it: attention itself, the indexer, norms" in human
     assert "launched early" not in quantize(*words).stdout
     assert quantize(*words, "-q") == (0, "", "")
+    by_row = quantize(*words, "--group-size", "channel", "--json").document
+    assert by_row["group_size"] == "channel"
 
 
 def test_bench_decode_explains_what_it_cannot_time(

@@ -70,7 +70,7 @@ def decode(
     with console.working() as progress:
         times = decode_run.measure(layers, batch or BATCHES, bench, progress)
     name = decode_bench.device_name(gpu)
-    for line in decode_tables.summary(checkpoint, name, group_size, times):
+    for line in decode_tables.summary(checkpoint, name, bench.group_size, times):
         console.line(line)
     console.line()
     console.table(decode_tables.layer_table(times))
@@ -80,4 +80,4 @@ def decode(
     console.line()
     for line in decode_tables.notes(times):
         console.line(line)
-    console.result(decode_tables.record(checkpoint, name, group_size, times))
+    console.result(decode_tables.record(checkpoint, name, bench.group_size, times))

@@ -27,14 +27,14 @@ SLOWEST = 2
 
 
 def record(
-    checkpoint: Checkpoint, device: str, group_size: str, times: Sequence[LayerTime]
+    checkpoint: Checkpoint, device: str, group_size: int | None, times: Sequence[LayerTime]
 ) -> dict[str, Any]:
     """All times as JSON; microseconds, and percent of speed."""
     return {
         "source": checkpoint.origin,
         "model_type": checkpoint.model_type,
         "device": device,
-        "group_size": group_size,
+        "group_size": group_size or "channel",
         "bytes_per_second": times[0].bandwidth,
         "left_out": list(LEFT_OUT),
         "layers": [_layer_record(time) for time in times],
@@ -62,10 +62,10 @@ def _layer_record(time: LayerTime) -> dict[str, Any]:
 
 
 def summary(
-    checkpoint: Checkpoint, device: str, group_size: str, times: Sequence[LayerTime]
+    checkpoint: Checkpoint, device: str, group_size: int | None, times: Sequence[LayerTime]
 ) -> list[str]:
     """The lines above the table: what was measured, where."""
-    groups = "a scale to a row" if group_size == "channel" else f"groups of {group_size}"
+    groups = f"groups of {group_size}" if group_size else "one group to a row"
     return [
         f"source  {checkpoint.origin} ({checkpoint.model_type}); INT4 in {groups}",
         f"device  {device}, which reads memory at {times[0].bandwidth / 1e12:.2f} TB/s",

@@ -8,7 +8,7 @@ routing favours some, so fewer are read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -21,8 +21,8 @@ from halfbyte.kernels.decode_time import Format, Layer, LayerTime, Linear, PartT
 from halfbyte.kernels.fp8 import Scaled
 from halfbyte.progress import Progress
 
-LIMIT = 6e-3
-"""Of the relative error: little more than rounding the result to BF16."""
+LIMITS: Mapping[Format, float] = {"bf16": 1e-2, "fp8": 3e-2}
+"""Of the relative error. The sums of FP8 products on Hopper have about 14 bits."""
 
 
 def measure(
@@ -109,5 +109,5 @@ def _time(
 
     weight = weights[0].decoded()
     exact = x.double() @ (weight if heads else weight.mT)
-    check_product(f"{linear.name} in {form} at batch {batch}", run(0), exact, LIMIT)
+    check_product(f"{linear.name} in {form} at batch {batch}", run(0), exact, LIMITS[form])
     return Timing(form, "torch", bench.timer(run, len(weights)))

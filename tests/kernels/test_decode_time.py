@@ -416,7 +416,7 @@ def test_each_launch_of_the_fp8_kernels(kernels: Any, launch: int) -> None:
     work = Work.of(case.chosen, EXPERTS, tile=kernels.SIXTEEN)
     found = torch.full(gated.shape, float("nan"), device=DEVICE)
     kernels.run_gate_up(case.x, case.gate_up, work, found, chosen)
-    assert relative_error(found.cpu(), gated) < (3e-3 if CUDA else 1e-6)
+    assert relative_error(found.cpu(), gated) < (1e-2 if CUDA else 1e-6)
 
     case = Case(200, 512)
     inputs = case.gated().float().to(FP8)
@@ -425,7 +425,7 @@ def test_each_launch_of_the_fp8_kernels(kernels: Any, launch: int) -> None:
     case.to(DEVICE)
     work = Work.of(case.chosen, EXPERTS, tile=kernels.SIXTEEN)
     kernels.run_down(inputs.to(DEVICE), case.down, work, case.router, parts, chosen)
-    assert relative_error(parts.cpu(), expected) < (3e-3 if CUDA else 1e-6)
+    assert relative_error(parts.cpu(), expected) < (1e-2 if CUDA else 1e-6)
 
 
 def test_a_layer_of_fp8_experts(kernels: Any) -> None:
