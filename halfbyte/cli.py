@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from halfbyte import __version__, env
-from halfbyte.commands import convert, look, measure, publish
+from halfbyte.commands import bench, convert, look, measure, publish
 from halfbyte.console import Console, explain
 from halfbyte.errors import UsageError
 
@@ -31,6 +31,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "report": publish.report,
     "card": publish.card,
     "push": publish.push,
+    "bench-decode": bench.decode,
     "demo": measure.demo,
     "models": look.models,
     "env": look.environment,
@@ -81,6 +82,10 @@ EXAMPLES: Mapping[str, str] = {
   quantize push GLM-5.2-INT4 someone/GLM-5.2-INT4 --dry-run
   quantize push GLM-5.2-INT4 someone/GLM-5.2-INT4
   quantize push GLM-5.2-INT4 someone/GLM-5.2-INT4 --public --revision int4""",
+    "bench-decode": """
+  quantize bench-decode GLM-5.2-FP8
+  quantize bench-decode glm-5.2 --batch 1 --batch 64 --tensor-parallel 8 -v
+  quantize bench-decode GLM-5.2-FP8 --json""",
     "demo": """
   quantize demo
   quantize demo -o /tmp/demo""",

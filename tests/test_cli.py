@@ -128,6 +128,7 @@ def test_every_name_that_models_lists_can_be_typed() -> None:
             "--dtype: a",
         ),
         (["eval", ".", "--tasks", ".", "--fresh"], "add -o FILE"),
+        (["bench-decode", ".", "--batch", "0"], "Invalid value for '--batch'"),
     ],
 )
 def test_wrong_usage_exits_2(quantize: Quantize, words: list[str], message: str) -> None:
@@ -166,7 +167,13 @@ def without_torch(*words: object) -> Outcome:
 
 def test_help_plan_and_inspect_do_not_import_torch(tiny: Path) -> None:
     planning = ["plan", tiny, "--sequence-length", "512", "--json"]
-    for words in (["--help"], ["models"], planning, ["inspect", tiny, "--json"]):
+    for words in (
+        ["--help"],
+        ["bench-decode", "-h"],
+        ["models"],
+        planning,
+        ["inspect", tiny, "--json"],
+    ):
         outcome = without_torch(*words)
         assert (outcome.exit_code, outcome.stderr) == (0, ""), words
     outcome = without_torch("run", tiny, "--dry-run", "--json")
@@ -474,6 +481,84 @@ def test_the_gate_writes_what_others_read(quantize: Quantize, tmp_path: Path) ->
     missing = quantize(*words[:-1], absent)
     assert missing.exit_code == 1
     assert f"No such file or directory: {absent}" in missing.stderr
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Decode products run on the CPU, once each, and take as many microseconds as were run before;
+    how many follow each other is kept."""
+    import torch
+
+    counts: list[int] = []
+
+    def timer(run: Callable[[int], object], count: int) -> float:
+        run(0)
+        counts.append(count)
+        return float(len(counts))
+
+    def bench(device: torch.device, group_size: int | None) -> object:
+        return make(device, group_size, timer, cache_bytes=1 << 16, read_bytes=1 << 16)
+
+    from halfbyte.kernels import decode_bench
+
+    make = decode_bench.Bench
+    monkeypatch.setattr(decode_bench, "Bench", bench)
+    monkeypatch.setattr(decode_bench, "decode_device", lambda option: torch.device("cpu"))
+    return counts
+
+
+def test_bench_decode_times_a_layer(quantize: Quantize, tiny: Path, without_gpu: list[int]) -> None:
+    words = ("bench-decode", tiny, "--batch", 1, "--batch", 3, "--tensor-parallel", 1)
+    document = quantize(*words, "--json").document
+    assert [(layer["tensor_parallel"], layer["batch"]) for layer in document["layers"]] == [
+        (1, 1),
+        (1, 3),
+    ]
+    assert (document["group_size"], document["device"]) == (32, "CPU")
+    assert "attention itself" in document["left_out"]
+    parts = [part for layer in document["layers"] for part in layer["parts"]]
+    assert len(without_gpu) == 1 + sum(len(part["timings"]) for part in parts)
+    for layer in document["layers"]:
+        *rest, experts = (
+            {(t["format"], t["kernel"], t["overlapped"]): t["us"] for t in part["timings"]}
+            for part in layer["parts"]
+        )
+        bf16 = sum(part["bf16", "torch", False] for part in rest)
+        fp8 = sum(part.get(("fp8", "torch", False), part["bf16", "torch", False]) for part in rest)
+        fastest = min(us for (form, *_), us in experts.items() if form == "fp8")
+        int4 = experts["int4", "halfbyte", False]
+        assert ("int4", "halfbyte", True) in experts  # launched early; in no sum
+        assert layer["us"] == {"fp8": fp8 + fastest, "int4": bf16 + int4, "int4-fp8": fp8 + int4}
+        gain = 100 * (layer["us"]["fp8"] / layer["us"]["int4"] - 1)
+        assert layer["gain_percent"]["int4"] == pytest.approx(gain)
+    human = quantize(*words, "-v").stdout
+    assert re.search(r"^ *1 +1 +2\.0 +FP8 +\d+\.0 +-\d+ % ", human, re.M)
+    assert re.search(r"INT4, rest FP8 +\d+\.0 +[+-]\d+ % +-\d+ % +\w+", human)
+    assert re.search(r"routed experts +INT4 +halfbyte, launched early +\d+\.0", human)
+    assert "routed experts in FP8 by halfbyte: TP 1, batch 1, 3\n" in human
+    assert "not in it: attention itself, the indexer, norms" in human
+    assert "launched early" not in quantize(*words).stdout
+    assert quantize(*words, "-q") == (0, "", "")
+    by_row = quantize(*words, "--group-size", "channel", "--json").document
+    assert by_row["group_size"] == "channel"
+
+
+def test_bench_decode_explains_what_it_cannot_time(
+    quantize: Quantize, tiny_copy: Path, without_gpu: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    default = quantize("bench-decode", tiny_copy)
+    assert (default.exit_code, default.stdout) == (2, "")
+    assert "--tensor-parallel 8 does not divide num_attention_heads, which is 4" in default.stderr
+    config = json.loads((tiny_copy / "config.json").read_text())
+    del config["num_experts_per_tok"]
+    (tiny_copy / "config.json").write_text(json.dumps(config))
+    missing = quantize("bench-decode", tiny_copy, "--tensor-parallel", 1)
+    assert (missing.exit_code, missing.stdout, len(without_gpu)) == (1, "", 0)
+    assert "num_experts_per_tok is missing" in missing.stderr
+    monkeypatch.undo()
+    absent = quantize("bench-decode", tiny_copy, "--device", "cpu")
+    assert (absent.exit_code, absent.stdout) == (1, "")
+    assert "decode time is measured on a GPU" in absent.stderr
 
 
 def test_demo_ends_with_one_table_and_the_verdict(

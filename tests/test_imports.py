@@ -61,6 +61,7 @@ HEAVY = {
 
 STARTS_WITHOUT_THEM = (
     "halfbyte.cli",
+    "halfbyte.commands.decode_tables",
     "halfbyte.commands.environment",
     "halfbyte.commands.scores",
     "halfbyte.commands.tables",
@@ -69,6 +70,7 @@ STARTS_WITHOUT_THEM = (
     "halfbyte.formats.int4",
     "halfbyte.formats.source",
     "halfbyte.formats.weights",
+    "halfbyte.kernels.decode_time",
     "halfbyte.models",
     "halfbyte.quantize.plan",
     "halfbyte.quantize.recipe",

@@ -182,10 +182,7 @@ def experts(
     parts = torch.empty(chosen.numel(), down.rows, dtype=torch.float32, device=x.device)
     run_down(gated, down, work, router, parts, early=early)
     y = torch.empty_like(x)
-    _named("add_experts", f"ADD_EXPERTS({_ELEMENTS[x.dtype]})")(
-        (-(-down.rows // 256), x.shape[0]), 256, parts, chosen, y, chosen.shape[1], expert_count,
-        down.rows, early=early,
-    )  # fmt: skip
+    add_parts(parts, chosen, expert_count, y, early=early)
     return y
 
 
@@ -203,9 +200,10 @@ class Work:
     pairs_of_token: int
 
     @staticmethod
-    def of(chosen: torch.Tensor, expert_count: int, *, early: bool = False) -> Work:
+    def of(
+        chosen: torch.Tensor, expert_count: int, *, tile: Tile = DEEP, early: bool = False
+    ) -> Work:
         pairs = chosen.numel()
-        tile = DEEP
         order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
         most = min(pairs, expert_count + pairs // tile.tokens)
         pieces = torch.empty(most, 4, dtype=torch.int32, device=chosen.device)
@@ -242,12 +240,31 @@ def run_down(
     *,
     early: bool = False,
 ) -> None:
-    """parts float32 [pairs, H] = the down projection of each pair times its router weight."""
+    """parts float32 [pairs, H] = the down projection of each pair times its router weight.
+
+    With `early` the kernel ahead has to be that of `run_gate_up` with the same work.
+    """
     strips = -(-weight.rows // work.tile.rows)
     run, chunk = _kernel("down", work.tile, gated.dtype, weight)
     run(
         (strips, 1, work.pieces.shape[0]), 32 * work.tile.warps, weight.codes, weight.scales,
         gated, parts, work.pieces, work.count, work.order, router, *_shape(weight), chunk,
+        early=early,
+    )  # fmt: skip
+
+
+def add_parts(
+    parts: torch.Tensor,
+    chosen: torch.Tensor,
+    expert_count: int,
+    y: torch.Tensor,
+    *,
+    early: bool = False,
+) -> None:
+    """y [M, H] = the sum of a token's pairs of `parts` float32 [pairs, H], in their order."""
+    tokens, rows = y.shape
+    _named("add_experts", f"ADD_EXPERTS({_ELEMENTS[y.dtype]})")(
+        (-(-rows // 256), tokens), 256, parts, chosen, y, chosen.shape[1], expert_count, rows,
         early=early,
     )  # fmt: skip
 

@@ -292,6 +292,17 @@ class TestOnGpu:
             graph.replay()
             assert torch.equal(y, expected)
 
+    def test_experts_that_start_early_wait_for_each_other(self) -> None:
+        first = layer(16, 2048, 512, 4, 8, torch.bfloat16)
+        expected = w4a16.experts(w4a16.experts(*first), *first[1:])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = w4a16.experts(w4a16.experts(*first, early=True), *first[1:], early=True)
+        for _ in range(50):
+            y.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(y, expected)
+
     def test_an_offset_beyond_32_bits(self) -> None:
         """The last expert's codes begin beyond 2^31 words of four bytes."""
         experts, rows, columns = 1024, 4096, 4224

@@ -180,6 +180,26 @@ struct Ring {
         }
     }
 
+    // All scales of a block, in halves of a register; one alone in the lower one.
+    __device__ __forceinline__ void load_block_scales(
+        unsigned (&factors)[HALVES][2], int unit, int stage, int block) {
+        const int row = threadIdx.x % 32 / 4;
+#pragma unroll
+        for (int i = 0; i < HALVES; i++) {
+            const unsigned char* place = stages + stage * T::STAGE + T::SCALES_AT
+                + (8 * i + row) * T::SCALE_BYTES + 2 * T::SCALES * block;
+            if constexpr (T::SCALES == 4) {
+                const uint2 four = *reinterpret_cast<const uint2*>(place);
+                factors[i][0] = four.x, factors[i][1] = four.y;
+            } else if constexpr (T::SCALES == 2) {
+                factors[i][0] = *reinterpret_cast<const unsigned*>(place);
+            } else {
+                const int group = (T::BLOCKS * unit + block) * BLOCK >> shape.group_shift;
+                factors[i][0] = scales[size_t(row_of(first + 8 * i + row)) * shape.groups + group];
+            }
+        }
+    }
+
     // Words of columns 32 w and on of two groups of 16 rows: of the upper and lower rows of each.
     __device__ __forceinline__ void load_words(
         unsigned (&words)[4], int stage, int w, int group) {
@@ -222,6 +242,13 @@ struct Ring {
         }
     }
 };
+
+// The scale of columns 32 w and on of a block.
+template <typename T>
+__device__ __forceinline__ float scale_of(const unsigned (&factors)[2], int w) {
+    const int s = w * T::SCALES / 4;
+    return __uint_as_float(s % 2 ? factors[s / 2] & 0xFFFF0000u : factors[s / 2] << 16);
+}
 
 // Eight activations of a lane in the order of codes in a word: j and j + 4, j = 0 .. 3.
 __device__ __forceinline__ void order(uint4 eight, unsigned (&pairs)[4]) {
@@ -303,31 +330,38 @@ __device__ __forceinline__ void sum_columns_alone(
         }
         end_of_copies();
         wait_for_copies<T::DEPTH - 1>();
-#pragma unroll 4
-        for (int w = 0; w < 4 * T::BLOCKS; w++) {
-            float factors[2 * T::ROW_GROUPS];
-            ring.load_scales(factors, unit, stage, w);
-            unsigned pairs[T::TOKEN_BLOCKS][4];
-            float starts[T::TOKEN_BLOCKS][4];
+#pragma unroll 1
+        for (int block = 0; block < T::BLOCKS; block++) {
+            unsigned factors[2 * T::ROW_GROUPS][2];
+            ring.load_block_scales(factors, unit, stage, block);
 #pragma unroll
-            for (int b = 0; b < T::TOKEN_BLOCKS; b++) {
-                uint4 eight = make_uint4(0, 0, 0, 0);
-                if (token[b]) {
-                    eight = *reinterpret_cast<const uint4*>(
-                        ring.stages + stage * T::STAGE + own + 64 * (w * T::TOKENS + 8 * b));
+            for (int w = 0; w < 4; w++) {
+                const int group = 4 * block + w;
+                unsigned pairs[T::TOKEN_BLOCKS][4];
+                float starts[T::TOKEN_BLOCKS][4];
+#pragma unroll
+                for (int b = 0; b < T::TOKEN_BLOCKS; b++) {
+                    uint4 eight = make_uint4(0, 0, 0, 0);
+                    if (token[b]) {
+                        eight = *reinterpret_cast<const uint4*>(
+                            ring.stages + stage * T::STAGE + own
+                            + 64 * (group * T::TOKENS + 8 * b));
+                    }
+                    prepare<E>(eight, pairs[b], starts[b]);
                 }
-                prepare<E>(eight, pairs[b], starts[b]);
-            }
 #pragma unroll
-            for (int i = 0; i < T::ROW_GROUPS; i += 2) {
-                unsigned codes[2][2][4];
-                ring.load_codes(codes, stage, w, i);
+                for (int i = 0; i < T::ROW_GROUPS; i += 2) {
+                    unsigned codes[2][2][4];
+                    ring.load_codes(codes, stage, group, i);
 #pragma unroll
-                for (int j = 0; j < 2; j++) {
+                    for (int j = 0; j < 2; j++) {
+                        const int upper = 2 * (i + j);
 #pragma unroll
-                    for (int b = 0; b < T::TOKEN_BLOCKS; b++) {
-                        add_group<E>(sums[i + j][b], codes[j], pairs[b], starts[b],
-                                     factors[2 * (i + j)], factors[2 * (i + j) + 1]);
+                        for (int b = 0; b < T::TOKEN_BLOCKS; b++) {
+                            add_group<E>(sums[i + j][b], codes[j], pairs[b], starts[b],
+                                         scale_of<T>(factors[upper], w),
+                                         scale_of<T>(factors[upper + 1], w));
+                        }
                     }
                 }
             }
@@ -709,8 +743,8 @@ __device__ __forceinline__ void gate_up(
     const Cluster part = this_cluster();
     constexpr int HALF = T::ROWS / 2;
     const int start = blockIdx.x * HALF;
-    let_later_kernels_start();
     wait_for_earlier_kernels();
+    let_later_kernels_start();  // `down` may read the list as soon as it runs
     if (blockIdx.z >= *works) return;
     const Work work = list[blockIdx.z];
     const size_t offset = size_t(work.expert) * 2 * intermediate;
@@ -751,8 +785,11 @@ __device__ __forceinline__ void down(
     const Cluster part = this_cluster();
     const int first = blockIdx.x * T::ROWS;
     let_later_kernels_start();
-    wait_for_earlier_kernels();
-    if (blockIdx.z >= *works) return;
+    // `gate_up` has seen the list before this could start, so weights are fetched while it ends.
+    if (blockIdx.z >= *works) {
+        wait_for_earlier_kernels();
+        return;
+    }
     const Work work = list[blockIdx.z];
     const size_t offset = size_t(work.expert) * rows;
     float sums[T::ROW_GROUPS][T::TOKEN_BLOCKS][4] = {};
