@@ -137,9 +137,10 @@ def available(device: torch.device) -> bool:
 def linear(x: torch.Tensor, weight: Packed, *, early: bool = False) -> torch.Tensor:
     """x [M, K] times `weight` [N, K] transposed: [M, N] in the dtype of `x`, bfloat16 or float16.
 
-    Sums are float32. Weights are not rounded for up to 16 tokens, with more to the dtype of `x`. With `early` the kernel may start before the one
-    before it in the stream has ended and read weights then: only where nothing in the stream writes
-    them. Raises ValueError for what the kernels cannot take (see `unsupported`).
+    Sums are float32. Weights are not rounded for up to 16 tokens, with more to the dtype of `x`.
+    With `early` the kernel may start before the one before it in the stream has ended and read
+    weights then: only where nothing in the stream writes them. Raises ValueError for what the
+    kernels cannot take (see `unsupported`).
     """
     _check(x, weight, ())
     tokens, rows = x.shape[0], weight.rows
