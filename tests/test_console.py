@@ -236,7 +236,12 @@ def test_interruption_tells_how_to_go_on(
     monkeypatch.setattr(sys, "argv", ["quantize", "my model", "-o", "out", "--overwrite"])
     before = signal.getsignal(signal.SIGTERM)
     finished = "out keeps what is finished"
-    with pytest.raises(Interrupted, match=finished) as caught, resumable(Path("out")):
-        signal.raise_signal(number)
+    # A shell starts what runs in the background with SIGINT ignored.
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(Interrupted, match=finished) as caught, resumable(Path("out")):
+            signal.raise_signal(number)
+    finally:
+        signal.signal(signal.SIGINT, interrupt)
     assert caught.value.hint == "go on with: quantize 'my model' -o out --resume"
     assert signal.getsignal(signal.SIGTERM) is before
