@@ -58,13 +58,14 @@ __device__ __forceinline__ unsigned two_weights(unsigned word, unsigned scale) {
     return fma2<E>(fma2<E>(mask_or(word >> (4 * J), NIBBLES, EXPONENT), ONE, OFFSET), scale, ZERO);
 }
 
-// How the warps of a program share its rows and columns.
+// Where activations are while they are multiplied.
 enum class Activations {
     of_a_warp,  // in the ring of each warp
     shared,     // made ready for all warps
     wide,       // for tensor cores of four warps, which read them from shared memory; Hopper only
 };
 
+// How the warps of a program share its rows and columns.
 template <int ROW_GROUPS_, int TOKENS_, int WARPS_BY_ROWS_, int WARPS_BY_COLUMNS_, int BLOCKS_,
           int DEPTH_, Activations ACTIVATIONS_, int SCALES_>
 struct Tile {
@@ -593,6 +594,7 @@ __device__ __forceinline__ void sum_columns(
     float (&sums)[T::ROW_GROUPS][T::TOKEN_BLOCKS][4], unsigned char* memory,
     const uint4* __restrict__ packed, const unsigned short* __restrict__ scales, Shape shape,
     Cluster part, RowOf row_of, TokenOf token_of) {
+    static_assert(HOPPER || !T::WIDE, "these tensor cores are of compute capability 9.0");
     const Ring<T, RowOf> ring(memory, packed, scales, shape, row_of);
     if constexpr (T::WIDE) {
 #if HOPPER
