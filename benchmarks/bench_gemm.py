@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,13 @@ import torch
 
 from benchmarks.peers import kernels as peers
 from halfbyte.kernels import w4a16
+from halfbyte.kernels.decode_bench import CACHE_BYTES, MOST_COPIES, Bench, graph_time
 from halfbyte.kernels.reference import decode_int4
 from halfbyte.kernels.w4a16 import Packed, Work
 
 SHAPES = ((4096, 6144), (6144, 2048), (24576, 6144), (6144, 12288), (6144, 16384), (16384, 2048))
 """Rows and columns of linears of GLM-5.2."""
 EXPERTS, CHOSEN, HIDDEN, INTERMEDIATE = 256, 8, 6144, 2048
-CACHE_BYTES = 256 << 20
-
-Run = Callable[[int], object]
 
 
 def main() -> None:
@@ -47,7 +45,7 @@ def main() -> None:
         peers.load_vllm(arguments.vllm)
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
-    bandwidth = read_bandwidth()
+    bandwidth = Bench(torch.device("cuda")).bandwidth()
     print(f"{torch.cuda.get_device_name()}: memory read at {bandwidth / 1e12:.2f} TB/s")
     with arguments.json.open("w") as file:
 
@@ -83,7 +81,7 @@ def dense(
 ) -> Sequence[dict[str, Any]]:
     group = arguments.group_size
     stored = rows * columns // 2 + rows * columns // group * 2
-    copies = max(2, min(64, -(-CACHE_BYTES // stored)))
+    copies = max(2, min(MOST_COPIES, -(-CACHE_BYTES // stored)))
     weights = [random_weight(rows, columns, group=group) for _ in range(copies)]
     lines = []
     for tokens in arguments.tokens:
@@ -131,7 +129,7 @@ def _measure(
     """Adds the time of a product; with the first one's `weight` its result is checked before."""
     if weight is not None:
         check(name, products[0](x), x, weight)
-    us[name] = time(lambda i: products[i](x), len(products))
+    us[name] = graph_time(lambda i: products[i](x), len(products))
 
 
 def experts(arguments: argparse.Namespace, bandwidth: float) -> Sequence[dict[str, Any]]:
@@ -221,35 +219,6 @@ def check_experts(
         error = float((parts[pair].double() - expected).norm() / expected.norm())
         if not error < 1e-2:
             raise AssertionError(f"{name}, experts: relative error {error}")
-
-
-def time(run: Run, copies: int, repeat: int = 21) -> float:
-    """Microseconds of a run: the median over replays of a graph of all copies."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for i in range(copies):
-            run(i)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for i in range(copies):
-            run(i)
-    graph.replay()
-    times = []
-    for _ in range(repeat):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / copies)
-    return float(statistics.median(times))
-
-
-def read_bandwidth() -> float:
-    """Bytes a second of reading 4 GiB: a sum over it."""
-    many = torch.ones(1 << 30, dtype=torch.int32, device="cuda")
-    return many.nbytes / time(lambda _: many.sum(dtype=torch.int64), 1) * 1e6
 
 
 if __name__ == "__main__":
