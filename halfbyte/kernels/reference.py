@@ -106,7 +106,7 @@ def linear_int4(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> 
         from halfbyte.kernels import w4a16
 
         weight = w4a16.Packed(packed, scales)
-        if not w4a16.unsupported(weight) and w4a16.available(x.device):
+        if w4a16.usable(weight):
             return w4a16.linear(x, weight)
     return torch.nn.functional.linear(x.float(), decode_int4(packed, scales)).to(x.dtype)
 
@@ -122,6 +122,12 @@ def experts_int4(
 
     `gate_up` and `down` are codes int32 [E, 2 I, H/8] and [E, H, I/8] with their scales.
     """
+    if x.is_cuda:
+        from halfbyte.kernels import w4a16
+
+        weights = w4a16.Packed(*gate_up), w4a16.Packed(*down)
+        if w4a16.usable(*weights):
+            return w4a16.experts(x, *weights, chosen, router)
     y = torch.zeros_like(x, dtype=torch.float32)
     for expert in range(gate_up[0].shape[0]):
         token, place = (chosen == expert).nonzero(as_tuple=True)

@@ -68,7 +68,7 @@ class Tile:
 
     @property
     def piece_bytes(self) -> int:
-        """Of activations that are shared, for a stage of each warp."""
+        """Bytes of activations that are shared, for a stage of each warp; 0 where none are."""
         if self.activations == "wide":
             return 2 * 2 * BLOCK * self.blocks * self.tokens
         if self.activations == "of_a_warp":
@@ -77,7 +77,7 @@ class Tile:
         return 4 * self.blocks * (self.tokens // 8) * self.warps_by_columns * piece
 
     def ring_bytes(self, scales: int) -> int:
-        """Of all warps; `scales` of a row in a block."""
+        """Bytes of the rings of all warps; a row has `scales` in a block."""
         block = 16 * self.row_groups * (BLOCK // 2 + (2 * scales if scales > 1 else 0))
         block += 2 * BLOCK * self.tokens if self.activations == "of_a_warp" else 0
         return -(-self.warps * self.depth * self.blocks * block // 1024) * 1024
@@ -90,6 +90,7 @@ class Tile:
         return max(1, min(stages, room // self.piece_bytes))
 
     def shared_bytes(self, scales: int, chunk: int) -> int:
+        """Bytes of shared memory of a program: rings and activations, and partial sums later on."""
         sums = 4 * self.warps_by_columns * self.tokens * (self.rows + 4)
         return max(self.ring_bytes(scales) + chunk * self.piece_bytes, sums)
 
@@ -120,6 +121,14 @@ def unsupported(weight: Packed) -> str:
     if weight.codes.dtype != torch.int32 or weight.scales.dtype != torch.bfloat16:
         return f"codes {weight.codes.dtype} and scales {weight.scales.dtype}"
     return ""
+
+
+def usable(*weights: Packed) -> bool:
+    """Whether the kernels can take these weights, on the GPU that they are on."""
+    return all(
+        weight.codes.is_cuda and not unsupported(weight) and available(weight.codes.device)
+        for weight in weights
+    )
 
 
 def available(device: torch.device) -> bool:
@@ -172,10 +181,15 @@ def experts(
     `gate_up` [E, 2 I, H] has the gates first, `down` is [E, H, I]; `chosen` int32 [M, T] are the
     experts of a token, of which those outside 0..E-1 are left out, `router` float32 [M, T] their
     weights. silu(gate) times up is rounded to the dtype of `x`; all else is float32. `early` as in
-    `linear`.
+    `linear`. Raises ValueError for what the kernels cannot take.
     """
     expert_count, intermediate = gate_up.codes.shape[0], gate_up.rows // 2
     _check(x, gate_up, (expert_count,))
+    for name, routed, dtype in (("chosen", chosen, torch.int32), ("router", router, torch.float32)):
+        if routed.dim() != 2 or routed.shape != chosen.shape or routed.dtype != dtype:
+            raise ValueError(f"{name} {list(routed.shape)} of {routed.dtype} is not [M, T] {dtype}")
+    if len(chosen) != len(x):
+        raise ValueError(f"experts of {len(chosen)} tokens for activations of {len(x)}")
     work = Work.of(chosen, expert_count, early=early)
     gated = x.new_empty(chosen.numel(), intermediate)
     _check(gated, down, (expert_count,))
@@ -204,6 +218,8 @@ class Work:
     def of(
         chosen: torch.Tensor, expert_count: int, *, tile: Tile = DEEP, early: bool = False
     ) -> Work:
+        """Of `chosen` int32 [M, T], the experts of each token, in pieces for `tile`. Experts
+        outside 0..expert_count-1 are left out. Raises ValueError for more than 1,024."""
         pairs = chosen.numel()
         order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
         most = min(pairs, expert_count + pairs // tile.tokens)

@@ -40,11 +40,9 @@ class Packed(NamedTuple):
     @property
     def by_kernel(self) -> bool:
         """Whether CUDA kernels make its products."""
-        if not self.codes.is_cuda:
-            return False
         from halfbyte.kernels import w4a16
 
-        return not w4a16.unsupported(w4a16.Packed(*self)) and w4a16.available(self.codes.device)
+        return w4a16.usable(w4a16.Packed(*self))
 
 
 class Linear(NamedTuple):
@@ -309,12 +307,9 @@ class Together:
 
     def _product(self, tokens: int) -> torch.Tensor:
         x, chosen, router = (part[:tokens].contiguous() for part in self._routed)
-        gate_up, down = self._stacks["gate_up"], self._stacks["down"]
-        if self.by_kernel:
-            from halfbyte.kernels import w4a16
-
-            return w4a16.experts(x, w4a16.Packed(*gate_up), w4a16.Packed(*down), chosen, router)
-        return reference.experts_int4(x, gate_up, down, chosen, router)
+        return reference.experts_int4(
+            x, self._stacks["gate_up"], self._stacks["down"], chosen, router
+        )
 
     def _add(
         self,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfbyte.kernels import jit
+from halfbyte.kernels import jit, w4a16
 
 SHIM = Path(__file__).with_name("host_cuda.h")
 
@@ -92,6 +92,16 @@ def host_kernel(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
         return HostKernel(getattr(libraries[source, instance], f"launch_{name}"), shared_bytes)
 
     return kernel
+
+
+@pytest.fixture
+def int4_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes `halfbyte.kernels.w4a16` run where there is no GPU, on the host's kernels."""
+    if torch.cuda.is_available():
+        return
+    w4a16._named.cache_clear()
+    monkeypatch.setattr(w4a16, "kernel", request.getfixturevalue("host_kernel"))
+    monkeypatch.setattr(w4a16, "_has_clusters", lambda device: False)
 
 
 @pytest.fixture

@@ -20,13 +20,7 @@ CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 
 
-@pytest.fixture(autouse=True)
-def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if CUDA:
-        return
-    w4a16._named.cache_clear()
-    monkeypatch.setattr(w4a16, "kernel", request.getfixturevalue("host_kernel"))
-    monkeypatch.setattr(w4a16, "_has_clusters", lambda device: False)
+pytestmark = pytest.mark.usefixtures("int4_kernels")
 
 
 def packed(*shape: int, group: int = 32, seed: int = 0) -> Packed:
@@ -253,6 +247,18 @@ def test_activations_of_another_width_are_refused() -> None:
         w4a16.linear(activations(1, 128, torch.bfloat16), packed(8, 256))
     with pytest.raises(ValueError, match="float32"):
         w4a16.linear(activations(1, 256, torch.float32), packed(8, 256))
+
+
+def test_a_routing_of_another_kind_is_refused() -> None:
+    x, gate_up, down, chosen, router = layer(3, 256, 128, 2, 2, torch.bfloat16)
+    for wrong, message in (
+        ((chosen.long(), router), "chosen .* of torch.int64"),
+        ((chosen, router.bfloat16()), "router .* of torch.bfloat16"),
+        ((chosen, router[:, :1]), r"router \[2, 1\]"),
+        ((chosen[:1], router[:1]), "experts of 1 tokens for activations of 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            w4a16.experts(x, gate_up, down, *wrong)
 
 
 @pytest.mark.skipif(not CUDA, reason="graphs and streams are the GPU's")

@@ -14,13 +14,7 @@ DEVICE = "cuda" if CUDA else "cpu"
 ROWS, COLUMNS, TOKENS = (2048, 6144, 128) if CUDA else (100, 640, 20)
 
 
-@pytest.fixture(autouse=True)
-def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if CUDA:
-        return
-    w4a16._named.cache_clear()
-    monkeypatch.setattr(w4a16, "kernel", request.getfixturevalue("host_kernel"))
-    monkeypatch.setattr(w4a16, "_has_clusters", lambda device: False)
+pytestmark = pytest.mark.usefixtures("int4_kernels")
 
 
 def linear(generator: torch.Generator, rows: int, columns: int) -> products.Linear:
