@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--calibration", type=Path, required=True)
     parser.add_argument("--task", action="append", help="one of them; may be repeated [all]")
     parser.add_argument("--limit", type=int, help="documents of each task [all]")
+    parser.add_argument("--samples", type=int, default=128, help="of 512 tokens, for SMALL's INT4")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--layer", type=int, default=4, help="of SMALL, whose experts are damaged")
@@ -76,8 +77,8 @@ def main() -> None:
 
     int4 = work / "small-int4"
     quantize = [sys.executable, "-m", "halfbyte", "run", str(arguments.small), "--to", "int4"]
-    quantize += ["--calibration", str(arguments.calibration), "--samples", "128"]
-    quantize += ["--sequence-length", "512", "--device", arguments.device, "-o", str(int4)]
+    quantize += ["--calibration", str(arguments.calibration), "--sequence-length", "512"]
+    quantize += ["--samples", str(arguments.samples), "--device", arguments.device, "-o", str(int4)]
     subprocess.run([*quantize, "--resume", "-q"], check=True)
     judged.append((small, evaluated(int4), "small, GPTQ g32"))
 
