@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import torch
 
-from halfbyte.kernels.reference import silu_gated
+from halfbyte.kernels.reference import routed_experts, silu_gated
 from halfbyte.kernels.w4a16 import Work
 
 FP8 = torch.float8_e4m3fn
@@ -45,15 +45,11 @@ def experts(
     experts of a token, `router` float32 [M, T] their weights. silu(gate) times up is rounded to
     FP8; all else is float32.
     """
-    y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in range(gate_up.values.shape[0]):
-        token, place = (chosen == expert).nonzero(as_tuple=True)
-        if len(token):
-            first, second = (weight.decoded(expert).float() for weight in (gate_up, down))
-            gated = silu_gated(x[token].float() @ first.T).to(FP8)
-            made = gated.float() @ second.T
-            y.index_add_(0, token, made * router[token, place, None])
-    return y.bfloat16()
+
+    def weights(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return gate_up.decoded(expert).float(), down.decoded(expert).float()
+
+    return routed_experts(x, gate_up.values.shape[0], weights, chosen, router).bfloat16()
 
 
 @dataclass(frozen=True)

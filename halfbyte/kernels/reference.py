@@ -6,6 +6,8 @@ to torch, which counts elements in 64 bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 
@@ -125,21 +127,39 @@ def experts_int4(
     if x.is_cuda:
         from halfbyte.kernels import w4a16
 
-        weights = w4a16.Packed(*gate_up), w4a16.Packed(*down)
-        if w4a16.usable(*weights):
-            return w4a16.experts(x, *weights, chosen, router)
-    y = torch.zeros_like(x, dtype=torch.float32)
-    for expert in range(gate_up[0].shape[0]):
+        packed = w4a16.Packed(*gate_up), w4a16.Packed(*down)
+        if w4a16.usable(*packed):
+            return w4a16.experts(x, *packed, chosen, router)
+
+    def weights(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = (decode_int4(w[0][expert], w[1][expert]) for w in (gate_up, down))
+        return first, second
+
+    return routed_experts(x, gate_up[0].shape[0], weights, chosen, router).to(x.dtype)
+
+
+def routed_experts(
+    x: torch.Tensor,
+    count: int,
+    weights: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+    chosen: torch.Tensor,
+    router: torch.Tensor,
+) -> torch.Tensor:
+    """float32 [M, H] of the `count` routed experts of a layer, for `x` [M, H].
+
+    `weights` gives gate and up of an expert, float32 [2 I, H] with the gate first, and its down
+    projection [H, I]; `chosen` int [M, T] are the experts of a token, `router` float32 [M, T] their
+    weights. silu(gate) times up is rounded to the dtype of `x`; all else is float32.
+    """
+    y = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in range(count):
         token, place = (chosen == expert).nonzero(as_tuple=True)
         if len(token):
-            codes, scales = (part[expert] for part in gate_up)
-            hidden = torch.nn.functional.linear(x[token].float(), decode_int4(codes, scales))
-            gate, up = hidden.chunk(2, dim=-1)
-            gated = (torch.nn.functional.silu(gate) * up).to(x.dtype).float()
-            codes, scales = (part[expert] for part in down)
-            made = torch.nn.functional.linear(gated, decode_int4(codes, scales))
+            first, second = weights(expert)
+            hidden = torch.nn.functional.linear(x[token].float(), first)
+            made = torch.nn.functional.linear(silu_gated(hidden).to(x.dtype).float(), second)
             y.index_add_(0, token, made * router[token, place, None])
-    return y.to(x.dtype)
+    return y
 
 
 def add_rows(
