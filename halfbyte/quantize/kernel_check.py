@@ -164,6 +164,11 @@ def _chosen(
     weights: Mapping[str, StoredWeight], layers: frozenset[int] | None
 ) -> dict[str, StoredWeight]:
     packed = {n: w for n, w in weights.items() if w.encoding == "int4"}
+    if not packed:
+        raise UsageError(
+            "--kernels: no linear of the checkpoint is INT4, so there is no product to check",
+            hint="name a folder that `quantize SOURCE --to int4` wrote",
+        )
     if layers is None:
         return packed
     present = sorted({index for n in packed if (index := layer_index(n)) is not None})
