@@ -59,13 +59,14 @@ class Kernel:
         self,
         grid: tuple[int, ...],
         threads: int,
-        *arguments: torch.Tensor | int | float,
+        *arguments: torch.Tensor | Boxes | int | float,
         cluster: bool = False,
         early: bool = False,
     ) -> None:
         """Launch on torch's current stream.
 
-        Tensors go as pointers and must be contiguous, integers as C `int`, floats as C `float`.
+        Tensors go as pointers and must be contiguous, `boxes` as they are, integers as C `int`,
+        floats as C `float`.
         With `cluster` the programs along the second axis of the grid form a cluster. With `early`
         the kernel may begin before the one before it in the stream has ended: it waits itself for
         what that one writes.
@@ -87,6 +88,33 @@ class Kernel:
         launch = _Launch(sizes, (threads, 1, 1), self._shared_bytes, stream, attributes, used)
         _check(_driver().cuLaunchKernelEx(ctypes.byref(launch), self._function, pointers, None))
 
+
+Boxes = ctypes.Array[ctypes.c_char]
+
+
+def boxes(matrix: torch.Tensor, columns: int, lines: int) -> Boxes:
+    """What kernels need to copy boxes [lines, columns] of a matrix of 16-bit numbers, for the
+    function `copy_box` of cuda/instructions.cuh. On a GPU that cannot, zeros, which nothing reads.
+    The matrix is contiguous, its lines begin at multiples of 16 bytes."""
+    space = ctypes.create_string_buffer(_BOXES_BYTES + 64)
+    offset = -ctypes.addressof(space) % 64
+    encoded = (ctypes.c_char * _BOXES_BYTES).from_buffer(space, offset)
+    if torch.cuda.get_device_capability(matrix.device) >= (9, 0):
+        height, width = matrix.shape
+        sixteen_bits, swizzle_128_bytes, promote_256_bytes = 1, 3, 3
+        _check(
+            _driver().cuTensorMapEncodeTiled(
+                encoded, sixteen_bits, 2, ctypes.c_void_p(matrix.data_ptr()),
+                (ctypes.c_uint64 * 2)(width, height), (ctypes.c_uint64 * 1)(2 * width),
+                (ctypes.c_uint32 * 2)(columns, lines), (ctypes.c_uint32 * 2)(1, 1), 0,
+                swizzle_128_bytes, promote_256_bytes, 0,
+            )
+        )  # fmt: skip
+    return encoded
+
+
+_BOXES_BYTES = 128
+"""Of a CUtensorMap, which lies at a multiple of 64 bytes."""
 
 _CLUSTER, _EARLY = 4, 6
 """CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION and _PROGRAMMATIC_STREAM_SERIALIZATION."""
@@ -119,7 +147,11 @@ class _Launch(ctypes.Structure):
     )
 
 
-def _argument(value: torch.Tensor | int | float) -> ctypes.c_void_p | ctypes.c_int | ctypes.c_float:
+def _argument(
+    value: torch.Tensor | Boxes | int | float,
+) -> ctypes.c_void_p | ctypes.c_int | ctypes.c_float | Boxes:
+    if isinstance(value, ctypes.Array):
+        return value
     if isinstance(value, torch.Tensor):
         if not value.is_contiguous() or not value.is_cuda:
             raise ValueError(f"a kernel takes contiguous tensors on the GPU, not {value.shape}")

@@ -44,7 +44,16 @@ class HostKernel:
         )
 
 
+def host_boxes(matrix: torch.Tensor, columns: int, lines: int) -> ctypes.Array[ctypes.c_long]:
+    """What `copy_box` of host_instructions.h takes in place of a CUtensorMap."""
+    assert columns == 64
+    height, width = matrix.shape
+    return (ctypes.c_long * 16)(matrix.data_ptr(), width, height, lines)
+
+
 def _argument(value: torch.Tensor | int | float) -> ctypes._SimpleCData[object]:
+    if isinstance(value, ctypes.Array):
+        return value
     if isinstance(value, torch.Tensor):
         assert value.is_contiguous()
         return ctypes.c_void_p(value.data_ptr())
@@ -100,8 +109,11 @@ def int4_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     if torch.cuda.is_available():
         return
     w4a16._named.cache_clear()
+    monkeypatch.setattr(w4a16, "boxes", host_boxes)
     monkeypatch.setattr(w4a16, "kernel", request.getfixturevalue("host_kernel"))
-    monkeypatch.setattr(w4a16, "_has_clusters", lambda device: False)
+    monkeypatch.setattr(w4a16, "_is_hopper", lambda device: False)
+    monkeypatch.setattr(w4a16, "_processors", lambda device: 3)
+    monkeypatch.setattr(w4a16, "_shared_bytes", lambda device: 232448)
 
 
 @pytest.fixture

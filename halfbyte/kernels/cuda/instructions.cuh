@@ -12,24 +12,113 @@ __device__ __forceinline__ unsigned shared_address(const void* place) {
     return static_cast<unsigned>(__cvta_generic_to_shared(place));
 }
 
-// Starts to copy from global into shared memory.
+// ------------------------------------------------------------- barriers and copies between memories
+
+// A barrier in shared memory. A phase of it ends when as many as `count` have arrived and all bytes
+// that were announced are there; phases are even, odd and so on.
+__device__ __forceinline__ void make_barrier(unsigned barrier, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// The thread that made barriers does this before others, and copies, use them.
+__device__ __forceinline__ void show_barriers() {
+#if HOPPER
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void arrive(unsigned barrier) {
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(barrier)
+                 : "memory");
+}
+
+// Until phase `phase` (its lowest bit) has ended.
+__device__ __forceinline__ void wait(unsigned barrier, int phase) {
+    unsigned done = 0;
+    while (!done) {
+        asm volatile("{\n.reg .pred p;\n"
+#if HOPPER
+                     "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+#else
+                     "mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
+#endif
+                     "selp.u32 %0, 1, 0, p;\n}"
+                     : "=r"(done)
+                     : "r"(barrier), "r"(phase & 1)
+                     : "memory");
+    }
+}
+
+// Copies from global into shared memory that tell a barrier of theirs. Long pieces, with all lanes of
+// a warp, are left to the engine that copies, where there is one: the warp says before how many bytes
+// they have together, and it arrives `LONG_COPY_ARRIVALS` times at the barrier.
+constexpr int LONG_COPY_ARRIVALS = HOPPER ? 1 : 32;
+
+__device__ __forceinline__ void announce(unsigned barrier, int bytes) {
+#if HOPPER
+    if (threadIdx.x % 32 == 0) {
+        asm volatile("{\n.reg .b64 state;\n"
+                     "mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n}" ::"r"(barrier),
+                     "r"(bytes)
+                     : "memory");
+    }
+#endif
+}
+
+// When its copies of 16 bytes are there, each thread that calls `end_of_copies` has arrived.
 __device__ __forceinline__ void copy_16_bytes(unsigned to, const void* from) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-template <int BYTES>
-__device__ __forceinline__ void copy_bytes(unsigned to, const void* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES));
+__device__ __forceinline__ void end_of_copies(unsigned barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ void end_of_copies() { asm volatile("cp.async.commit_group;" ::); }
-
-// Waits until no more than `LATER` of the groups of copies are under way, for the whole warp.
-template <int LATER>
-__device__ __forceinline__ void wait_for_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
-    __syncwarp();
+__device__ __forceinline__ void copy(unsigned to, const void* from, int bytes, unsigned barrier) {
+#if HOPPER
+    if (threadIdx.x % 32 == 0) {
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], "
+                     "%2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier)
+                     : "memory");
+    }
+#else
+    for (int i = threadIdx.x % 32 * 16; i < bytes; i += 512) {
+        copy_16_bytes(to + i, static_cast<const char*>(from) + i);
+    }
+#endif
 }
+
+// What the engine needs to know of a matrix to copy boxes of it; made by halfbyte/kernels/jit.py.
+struct alignas(64) Boxes {
+    unsigned long long words[16];
+};
+
+// Lines of 64 elements, each 128 bytes in shared memory, where pieces of 16 bytes change places by the
+// line's number, modulo eight. Zeros are copied for what is not in the matrix. By a single thread.
+__device__ __forceinline__ void copy_box(
+    unsigned to, const Boxes* boxes, int column, int line, unsigned barrier) {
+#if HOPPER
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(boxes), "r"(column), "r"(line),
+                 "r"(barrier)
+                 : "memory");
+#endif
+}
+
+// After the last long piece.
+__device__ __forceinline__ void end_of_long_copies(unsigned barrier) {
+#if !HOPPER
+    end_of_copies(barrier);
+#endif
+}
+
+// Of the first `THREADS` threads of a program.
+template <int THREADS>
+__device__ __forceinline__ void synchronize_first() {
+    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+}
+
+// -------------------------------------------------------------------------------------- arithmetic
 
 // Four matrices of 8 rows of 16 bytes, their rows at the addresses of lanes 0-7, 8-15 and so on:
 // word `lane % 4` of row `lane / 4` of each.
@@ -129,22 +218,23 @@ __device__ __forceinline__ void synchronize(Cluster cluster) {
         asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
         return;
     }
-#undef START_PRODUCT
 #endif
     __syncthreads();
 }
 
-// A number in the shared memory of program `rank` of the cluster, at the place it has here.
-__device__ __forceinline__ float load_shared_of(const float* place, int rank, Cluster cluster) {
+// Numbers in the shared memory of program `rank` of the cluster, at the place they have here.
+__device__ __forceinline__ float4 load_shared_of(const float4* place, int rank, Cluster cluster) {
 #if HOPPER
     if (cluster.size > 1) {
         unsigned here = shared_address(place), there;
-        float value;
+        float4 value;
         asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
-        asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there) : "memory");
+        asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+                     : "r"(there)
+                     : "memory");
         return value;
     }
-#undef START_PRODUCT
 #endif
     return *place;
 }
