@@ -34,8 +34,8 @@ def test_back_and_forth(rows: int, groups: int, group: int, experts: bool) -> No
 
 def test_operands_are_those_of_the_instruction() -> None:
     """The A operand of mma.m16n8k16, as the PTX manual draws it: of lane `4 g + t` register 0 has
-    row g and columns 2 t and 2 t + 1, register 1 row g + 8, registers 2 and 3 the same eight columns
-    further on. A word has registers 0, 2, 1, 3, each in a nibble of either half."""
+    row g and columns 2 t and 2 t + 1, register 1 row g + 8, registers 2 and 3 the same rows eight
+    columns further on. A word has registers 0, 2, 1, 3, each in a nibble of either half."""
     codes, scales = weight(32, 256)
     values = torch.stack([codes >> 4 * i & 15 for i in range(8)], dim=-1).flatten(1)
     fragments = to_fragments(codes, scales)
