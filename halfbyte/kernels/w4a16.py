@@ -295,17 +295,16 @@ MOST_TOKENS = 64
 """Of one launch."""
 
 _DENSE_TILES = (
-    Tile(2, 8, 1, 8),
-    Tile(3, 8, 1, 8),
+    Tile(2, 8, 1, 8, depth=3),
+    Tile(3, 8, 1, 8, depth=3),
     Tile(4, 8, 1, 4),
     Tile(6, 8, 1, 4),
     Tile(4, 8, 2, 4),
     Tile(3, 8, 4, 3, boxes=True),
-    Tile(3, 16, 1, 8, boxes=True),
-    Tile(4, 16, 1, 4, boxes=True),
-    Tile(2, 16, 3, 4, boxes=True),
-    Tile(4, 16, 2, 4, boxes=True),
-    Tile(4, 16, 3, 3, boxes=True),
+    Tile(4, 16, 1, 4, boxes=True, depth=3),
+    Tile(6, 16, 1, 4, boxes=True),
+    Tile(4, 16, 2, 2, boxes=True),
+    Tile(12, 16, 1, 4, boxes=True),
     Tile(1, 32, 4, 3, boxes=True, wide=True),
     Tile(2, 32, 3, 4, boxes=True),
     Tile(2, 32, 4, 3, boxes=True, wide=True),
@@ -345,10 +344,10 @@ def _microseconds(
     turns = math.ceil(programs / (processors * _CLUSTERS[split]))
     blocks = math.ceil(math.ceil(columns / fragments.COLUMNS) / split)
     blocks = math.ceil(blocks / tile.warps_by_columns) * tile.warps_by_columns
-    width = tile.tokens if tile.boxes else tokens
-    # Activations come from the GPU's cache.
-    nbytes = blocks * (72 * fragments.ROWS * tile.strips + 0.3 * 256 * width)
-    return turns * (nbytes / 33e3 + 1) + (0.5 + 0.04 * tile.tokens if split > 1 else 0)
+    # Activations come from the GPU's cache, as boxes with less ado.
+    activations = 256 * (0.2 * tile.tokens if tile.boxes else tokens)
+    nbytes = blocks * (72 * fragments.ROWS * tile.strips + activations)
+    return turns * (nbytes / 33e3 + 1 + (0.5 + 0.06 * tile.tokens if split > 1 else 0))
 
 
 @functools.cache
