@@ -17,7 +17,7 @@ import torch
 
 from halfbyte.errors import DependencyError
 from halfbyte.kernels import fragments
-from halfbyte.kernels.jit import Kernel, boxes, kernel
+from halfbyte.kernels.jit import Kernel, Source, kernel, source
 
 _ELEMENTS = {torch.bfloat16: "Element::bfloat16", torch.float16: "Element::float16"}
 _ENTRIES = {"dense": "DENSE", "gate_up": "GATE_UP", "down": "DOWN"}
@@ -77,8 +77,6 @@ class Tile:
     tokens: int
     warps_by_rows: int
     warps_by_columns: int
-    boxes: bool = False
-    """Activations are copied as boxes, which takes compute capability 9.0."""
     wide: bool = False
     """With the tensor cores of four warps at once, which only compute capability 9.0 has."""
     depth: int = 16
@@ -93,18 +91,20 @@ class Tile:
     def threads(self) -> int:
         return 32 * (self.warps_by_rows * self.warps_by_columns + 2)
 
-    def stage_bytes(self, scales: int, capacity: int) -> int:
+    def stage_bytes(self, scales: int, capacity: int, *, gathered: bool) -> int:
         """Bytes of a stage of the ring, with activations of `capacity` tokens."""
         block = 2 * fragments.ROWS * scales + 4 * fragments.WORDS
-        codes = self.strips * self.warps_by_columns * block
-        stage = codes + capacity * 2 * fragments.COLUMNS * self.warps_by_columns
-        return -(-stage // 1024) * 1024 if self.boxes else stage
+        lines = capacity * (2 * self.warps_by_columns + gathered)
+        stage = self.strips * self.warps_by_columns * block + LINE_BYTES * lines
+        return -(-stage // 1024) * 1024
 
     @property
     def sums_bytes(self) -> int:
         return 4 * fragments.ROWS * self.strips * self.tokens * self.warps_by_columns
 
 
+LINE_BYTES = 128
+"""Of the activations of a token in shared memory, 64 columns."""
 _BARRIER_BYTES = 1024
 """At the beginning of shared memory."""
 
@@ -115,6 +115,8 @@ def unsupported(weight: Packed, *, gate_up: bool = False) -> str:
     size = columns // groups if columns % groups == 0 else 0
     if groups > 1 and (size < 32 or size & (size - 1)):
         return f"groups of {size} columns; they are 32, 64, 128 or another power of two, or a row"
+    if columns % (LINE_BYTES // 2):
+        return f"{columns} columns are no multiple of {LINE_BYTES // 2}"
     if weight.codes.dtype != torch.int32 or weight.scales.dtype != torch.bfloat16:
         return f"codes {weight.codes.dtype} and scales {weight.scales.dtype}"
     if gate_up and weight.rows % (2 * fragments.ROWS):
@@ -153,14 +155,15 @@ def linear(x: torch.Tensor, weight: Weight, *, early: bool = False) -> torch.Ten
     y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
     for start in range(0, tokens, MOST_TOKENS):
         part = x[start : start + MOST_TOKENS]
+        count = part.shape[0]
         tile, split = _dense_tile(
-            part.shape[0], rows, weight.columns, _processors(x.device), _is_hopper(x.device)
+            count, rows, weight.columns, _processors(x.device), _capability(x.device)
         )
-        run, *memory = _kernel("dense", tile, x.dtype, weight, part.shape[0])
-        run(
-            (-(-rows // (fragments.ROWS * tile.strips)), split), tile.threads, weight.blocks, part,
-            boxes(part, 64, tile.tokens), y[start : start + MOST_TOKENS], part.shape[0], rows,
-            weight.columns, *memory, cluster=split > 1, early=early,
+        launch = _launch("dense", tile, x.dtype, weight, tile.tokens if tile.wide else count)
+        launch.kernel(
+            (-(-rows // (fragments.ROWS * tile.strips)), split), launch.tile.threads,
+            launch.weight(weight), launch.activations(part), y[start : start + MOST_TOKENS], count,
+            rows, weight.columns, *launch.memory, cluster=split > 1, early=early,
         )  # fmt: skip
     return y
 
@@ -241,11 +244,11 @@ def run_gate_up(
     tile = EXPERT_TILES["gate_up"]
     intermediate = weight.rows // 2
     pieces = work.pieces.shape[0] * -(-intermediate // (fragments.ROWS * tile.strips // 2))
-    run, *memory = _kernel("gate_up", tile, x.dtype, weight, min(work.tokens, len(x)), pieces)
-    run(
-        (min(pieces, _processors(x.device)),), tile.threads, weight.blocks, x, gated, work.pieces,
-        work.count, work.order, work.pairs_of_token, intermediate, weight.columns, *memory,
-        early=early,
+    launch = _launch("gate_up", tile, x.dtype, weight, min(work.tokens, len(x)), pieces)
+    launch.kernel(
+        (min(pieces, _processors(x.device)),), launch.tile.threads, launch.weight(weight),
+        launch.activations(x), gated, work.pieces, work.count, work.order, work.pairs_of_token,
+        weight.blocks.shape[0], intermediate, weight.columns, *launch.memory, early=early,
     )  # fmt: skip
 
 
@@ -265,11 +268,11 @@ def run_down(
     tile = EXPERT_TILES["down"]
     pieces = work.pieces.shape[0] * -(-weight.rows // (fragments.ROWS * tile.strips))
     capacity = min(work.tokens, len(gated) // work.pairs_of_token)
-    run, *memory = _kernel("down", tile, gated.dtype, weight, capacity, pieces)
-    run(
-        (min(pieces, _processors(gated.device)),), tile.threads, weight.blocks, gated, parts,
-        work.pieces, work.count, work.order, router, weight.rows, weight.columns, *memory,
-        early=early,
+    launch = _launch("down", tile, gated.dtype, weight, capacity, pieces)
+    launch.kernel(
+        (min(pieces, _processors(gated.device)),), launch.tile.threads, launch.weight(weight),
+        launch.activations(gated), parts, work.pieces, work.count, work.order, router,
+        weight.blocks.shape[0], weight.rows, weight.columns, *launch.memory, early=early,
     )  # fmt: skip
 
 
@@ -300,17 +303,17 @@ _DENSE_TILES = (
     Tile(4, 8, 1, 4),
     Tile(6, 8, 1, 4),
     Tile(4, 8, 2, 4),
-    Tile(3, 8, 4, 3, boxes=True),
-    Tile(4, 16, 1, 4, boxes=True, depth=3),
-    Tile(6, 16, 1, 4, boxes=True),
-    Tile(4, 16, 2, 2, boxes=True),
-    Tile(12, 16, 1, 4, boxes=True),
-    Tile(1, 32, 4, 3, boxes=True, wide=True),
-    Tile(2, 32, 3, 4, boxes=True),
-    Tile(2, 32, 4, 3, boxes=True, wide=True),
-    Tile(3, 32, 4, 2, boxes=True, wide=True),
-    Tile(1, 64, 4, 3, boxes=True, wide=True),
-    Tile(2, 64, 4, 3, boxes=True, wide=True),
+    Tile(3, 8, 4, 3),
+    Tile(4, 16, 1, 4, depth=3),
+    Tile(6, 16, 1, 4),
+    Tile(4, 16, 2, 2),
+    Tile(12, 16, 1, 4),
+    Tile(1, 32, 4, 3, wide=True),
+    Tile(2, 32, 3, 4),
+    Tile(2, 32, 4, 3, wide=True),
+    Tile(3, 32, 4, 2, wide=True),
+    Tile(1, 64, 4, 3, wide=True),
+    Tile(2, 64, 4, 3, wide=True),
 )
 EXPERT_TILES = {"gate_up": Tile(4, 8, 2, 4), "down": Tile(4, 8, 2, 4)}
 
@@ -320,23 +323,21 @@ _CLUSTERS = {1: 1.0, 2: 1.0, 4: 0.85, 8: 0.7}
 
 @functools.cache
 def _dense_tile(
-    tokens: int, rows: int, columns: int, processors: int, hopper: bool
+    tokens: int, rows: int, columns: int, processors: int, capability: int
 ) -> tuple[Tile, int]:
     """The tile, and the programs of a cluster that share its rows, that take the least time."""
     size = next(tile.tokens for tile in _DENSE_TILES if tile.tokens >= tokens)
     tiles = [tile for tile in _DENSE_TILES if tile.tokens == size]
-    if not hopper:
-        tiles = [replace(tile, boxes=False, wide=False) for tile in tiles]
-    splits = _CLUSTERS if hopper else (1,)
+    if capability != 9:
+        tiles = [replace(tile, wide=False) for tile in tiles]
+    splits = _CLUSTERS if capability >= 9 else (1,)
     return min(
         ((tile, split) for tile in tiles for split in splits),
-        key=lambda pair: _microseconds(pair[0], pair[1], tokens, rows, columns, processors),
+        key=lambda pair: _microseconds(pair[0], pair[1], rows, columns, processors),
     )
 
 
-def _microseconds(
-    tile: Tile, split: int, tokens: int, rows: int, columns: int, processors: int
-) -> float:
+def _microseconds(tile: Tile, split: int, rows: int, columns: int, processors: int) -> float:
     """About what a product takes, up to what is the same for all tiles: the programs that a
     multiprocessor runs one after the other times the bytes of each, and what clusters cost. Chooses
     within 1 % of the best on average over 30 products; see docs/results.md."""
@@ -344,16 +345,16 @@ def _microseconds(
     turns = math.ceil(programs / (processors * _CLUSTERS[split]))
     blocks = math.ceil(math.ceil(columns / fragments.COLUMNS) / split)
     blocks = math.ceil(blocks / tile.warps_by_columns) * tile.warps_by_columns
-    # Activations come from the GPU's cache, as boxes with less ado.
-    activations = 256 * (0.2 * tile.tokens if tile.boxes else tokens)
-    nbytes = blocks * (72 * fragments.ROWS * tile.strips + activations)
+    # Activations come from the GPU's cache.
+    nbytes = blocks * (72 * fragments.ROWS * tile.strips + 0.2 * 256 * tile.tokens)
     return turns * (nbytes / 33e3 + 1 + (0.5 + 0.06 * tile.tokens if split > 1 else 0))
 
 
 @functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    """With clusters, an engine that copies, and tensor cores of four warps (sm_90a)."""
-    return torch.cuda.get_device_capability(device)[0] == 9
+def _capability(device: torch.device) -> int:
+    """From 9 on there are clusters and an engine that copies; 9 alone has the tensor cores of four
+    warps."""
+    return torch.cuda.get_device_capability(device)[0]
 
 
 @functools.cache
@@ -368,32 +369,65 @@ def _shared_bytes(device: torch.device) -> int:
     return int(properties.shared_memory_per_block_optin)
 
 
-def _kernel(
+@dataclass(frozen=True)
+class _Launch:
+    """A kernel, with a tile that shared memory has room for."""
+
+    kernel: Kernel
+    tile: Tile
+    halves: int
+    """Strips of a program that lie together: all, or half of them."""
+    lines: int
+    """Tokens that are copied together."""
+    memory: tuple[int, int, int]
+    """The depth of the ring, the tokens of a stage, and where sums are."""
+
+    def weight(self, weight: Weight) -> Source:
+        *strips, blocks, words = weight.blocks.shape
+        # In numbers of eight bytes, since a box has at most 256 along each dimension.
+        return source(
+            weight.blocks.data_ptr(), weight.blocks.device, 8,
+            (words // 2, blocks, math.prod(strips)), (4 * words, 4 * words * blocks),
+            (words // 2, self.tile.warps_by_columns, self.tile.strips // self.halves),
+        )  # fmt: skip
+
+    def activations(self, x: torch.Tensor) -> Source:
+        if not x.is_contiguous() or x.data_ptr() % 16:
+            raise ValueError("activations have to be contiguous, from a multiple of 16 bytes on")
+        rows, columns = x.shape
+        line = LINE_BYTES // 2
+        return source(
+            x.data_ptr(), x.device, 2, (line, rows, columns // line), (2 * columns, LINE_BYTES),
+            (line, self.lines, 2 * self.tile.warps_by_columns), swizzle=True,
+        )  # fmt: skip
+
+
+def _launch(
     entry: str, tile: Tile, dtype: torch.dtype, weight: Weight, capacity: int, pieces: int = 1
-) -> tuple[Kernel, int, int, int]:
-    """The kernel, the depth of its ring, the tokens of a stage and where sums are."""
+) -> _Launch:
+    """For stages of so many tokens, and so many pieces of work at most."""
     scales, room = weight.scales_of_block, _shared_bytes(weight.blocks.device) - _BARRIER_BYTES
-    # Sums of one piece of work wait while the next one is copied; where there is one, they may take
-    # the place of the ring.
-    apart = tile.sums_bytes if entry != "dense" else 0
-    capacity = tile.tokens if tile.boxes else capacity
-    stage = tile.stage_bytes(scales, capacity)
-    while tile.warps_by_columns > 1 and (room - apart) // stage < 2:
+    gathered = entry != "dense"
+    while True:
+        stage = tile.stage_bytes(scales, capacity, gathered=gathered)
+        # Sums of one piece of work wait while the next one is copied; where there is one, they may
+        # take the place of the ring.
+        apart = tile.sums_bytes if gathered else 0
+        depth = (room - apart) // stage
+        if depth >= 2 or tile.warps_by_columns == 1:
+            break
         tile = replace(tile, warps_by_columns=tile.warps_by_columns // 2)
-        apart = tile.sums_bytes if apart else 0
-        stage = tile.stage_bytes(scales, capacity)
     blocks = -(-weight.columns // fragments.COLUMNS)
-    depth = min(tile.depth, (room - apart) // stage, pieces * -(-blocks // tile.warps_by_columns))
-    sums_at = _BARRIER_BYTES + (depth * stage if apart else 0)
+    depth = min(tile.depth, depth, pieces * -(-blocks // tile.warps_by_columns))
+    sums_at = _BARRIER_BYTES + (depth * stage if gathered else 0)
     shared = max(_BARRIER_BYTES + depth * stage, sums_at + tile.sums_bytes)
-    # Boxes have zeros where a weight's last block has no columns.
-    ragged = weight.columns % fragments.COLUMNS > 0 and not tile.boxes
     shape = (tile.row_groups, tile.tokens, tile.warps_by_rows, tile.warps_by_columns)
-    arguments = ", ".join(
-        str(value).lower() for value in (*shape, tile.boxes, tile.wide, scales, ragged)
-    )
+    arguments = ", ".join(str(value).lower() for value in (*shape, tile.wide, scales))
     instance = f"{_ENTRIES[entry]}({_ELEMENTS[dtype]}, {arguments})"
-    return kernel("w4a16", "run", shared, instance), depth, capacity, sums_at
+    return _Launch(
+        kernel("w4a16", "run", shared, instance), tile, 2 if entry == "gate_up" else 1,
+        1 if gathered else capacity, (depth, capacity, sums_at),
+    )  # fmt: skip
 
 
 @functools.cache

@@ -1,7 +1,9 @@
 // halfbyte/kernels/cuda/instructions.cuh for the host: the same functions, by their definition.
 #pragma once
 
-#define HOPPER 1
+#ifndef HOPPER
+#define HOPPER 1  // 0 for what runs on earlier GPUs
+#endif
 
 enum class Element { bfloat16, float16 };
 
@@ -30,7 +32,7 @@ inline unsigned shared_address(const void* place) {
 }
 
 // Copies happen when they are asked for, so that one that comes too early is seen.
-constexpr int LONG_COPY_ARRIVALS = 1;
+constexpr int COPY_ARRIVALS = HOPPER ? 1 : 32;
 struct Barrier {
     std::mutex mutex;
     std::condition_variable ended;
@@ -60,44 +62,46 @@ inline void wait(unsigned barrier, int phase) {
     }
 }
 inline void announce(unsigned barrier, int bytes) {
-    if (threadIdx.x % 32) return;
     Barrier& own = barriers[barrier / 8];
     const std::lock_guard lock(own.mutex);
     own.waiting_for--, own.bytes += bytes, own.settle();
 }
-inline void copy_16_bytes(unsigned to, const void* from) {
-    if (to % 16 || reinterpret_cast<std::uintptr_t>(from) % 16) std::abort();
-    std::memcpy(memory + to, from, 16);
-}
-inline void copy(unsigned to, const void* from, int bytes, unsigned barrier) {
-    if (threadIdx.x % 32) return;
-    if (bytes % 16) std::abort();
-    for (int i = 0; i < bytes; i += 16) copy_16_bytes(to + i, static_cast<const char*>(from) + i);
-    Barrier& own = barriers[barrier / 8];
-    const std::lock_guard lock(own.mutex);
-    own.bytes -= bytes, own.settle();
-}
-struct Boxes {  // as `HostKernel` makes them
-    const unsigned short* matrix;
-    long width, height, lines;
-    long unused[12];
+struct Source {  // as `host_source` makes it
+    long element, sizes[3], strides[2], box[3], swizzled, unused[6];
+    const unsigned char* data;
 };
-inline void copy_box(unsigned to, const Boxes* boxes, int column, int line, unsigned barrier) {
-    if (to % 1024) std::abort();
-    for (long i = 0; i < boxes->lines; i++) {
-        for (long j = 0; j < 64; j++) {
-            const bool there = line + i < boxes->height && column + j < boxes->width;
-            const unsigned short element =
-                there ? boxes->matrix[(line + i) * boxes->width + column + j] : 0;
-            std::memcpy(memory + to + 128 * i + (2 * j ^ (i % 8) << 4), &element, 2);
+inline void copy_box(unsigned to, const Source& source, int x, int y, int z, unsigned barrier) {
+    if (to % 128) std::abort();
+    const long first[3] = {x, y, z};
+    long bytes = 0;
+    for (long k = 0; k < source.box[2]; k++) {
+        for (long j = 0; j < source.box[1]; j++) {
+            for (long i = 0; i < source.box[0]; i++, bytes += source.element) {
+                const bool there = first[0] + i < source.sizes[0] && first[1] + j < source.sizes[1]
+                                   && first[2] + k < source.sizes[2];
+                unsigned place = to + bytes;
+                if (source.swizzled) place ^= (place >> 7 & 7) << 4;
+                std::memset(memory + place, 0, source.element);
+                if (there) {
+                    std::memcpy(memory + place,
+                                source.data + (first[0] + i) * source.element
+                                    + (first[1] + j) * source.strides[0]
+                                    + (first[2] + k) * source.strides[1],
+                                source.element);
+                }
+            }
         }
     }
     Barrier& own = barriers[barrier / 8];
     const std::lock_guard lock(own.mutex);
-    own.bytes -= 128 * boxes->lines, own.settle();
+    own.bytes -= bytes, own.settle();
+}
+inline void copy_16_bytes(unsigned to, const void* from, bool there) {
+    if (to % 16 || reinterpret_cast<std::uintptr_t>(from) % 16) std::abort();
+    if (there) std::memcpy(memory + to, from, 16);
+    else std::memset(memory + to, 0, 16);
 }
 inline void end_of_copies(unsigned barrier) { arrive(barrier); }
-inline void end_of_long_copies(unsigned) {}
 template <int THREADS>
 void synchronize_first() {
     first->arrive_and_wait();

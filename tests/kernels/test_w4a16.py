@@ -68,7 +68,7 @@ def rounded_weight_error(x: torch.Tensor, weight: Packed, expected: torch.Tensor
     return error(product.to(x.dtype), expected)
 
 
-ROWS, COLUMNS = (584, 2208) if CUDA else (100, 672)
+ROWS, COLUMNS = (584, 2240) if CUDA else (100, 704)
 """The last tile and the last block are not full, and warps have different numbers of blocks."""
 TOKENS = (*range(1, 18), 31, 32, 33, 63, 64, 65, 128) if CUDA else (1, 8, 9, 17, 65)
 
@@ -105,11 +105,11 @@ def test_a_product_is_nearer_than_with_rounded_weights(dtype: torch.dtype, group
         Tile(1, 32, 1, 4, depth=2),
         Tile(4, 64, 1, 2, depth=2),
         Tile(2, 64, 2, 1),
-        Tile(3, 16, 2, 2, boxes=True, depth=2),
-        Tile(2, 16, 4, 1, boxes=True, wide=True),
-        Tile(1, 32, 4, 2, boxes=True, wide=True, depth=2),
-        Tile(2, 64, 4, 2, boxes=True, wide=True),
-        Tile(1, 128, 8, 1, boxes=True, wide=True),
+        Tile(3, 16, 2, 2, depth=2),
+        Tile(2, 16, 4, 1, wide=True),
+        Tile(1, 32, 4, 2, wide=True, depth=2),
+        Tile(2, 64, 4, 2, wide=True),
+        Tile(1, 128, 8, 1, wide=True),
     ],
     ids=str,
 )
@@ -120,6 +120,21 @@ def test_every_tile(tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
     for split in (1, 2, 4, 8) if CUDA else (1,):
         monkeypatch.setattr(w4a16, "_dense_tile", lambda *_, split=split: (tile, split))
         assert error(linear(x, weight), expected) < 3e-3
+
+
+@pytest.mark.usefixtures("earlier_gpu")
+@pytest.mark.parametrize("tile", [Tile(3, 8, 1, 3, depth=2), Tile(2, 64, 2, 1)], ids=str)
+def test_products_on_earlier_gpus(tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = packed(ROWS, COLUMNS)
+    x = activations(tile.tokens - 1, COLUMNS, torch.bfloat16)
+    monkeypatch.setattr(w4a16, "_dense_tile", lambda *_: (tile, 1))
+    assert error(linear(x, weight), x.double() @ exact(weight).T) < 3e-3
+
+
+@pytest.mark.usefixtures("earlier_gpu")
+def test_experts_on_earlier_gpus() -> None:
+    problem = layer(3, 256, 128, 5, 2, torch.bfloat16)
+    assert error(run_experts(*problem), expected_experts(*problem)) < 4e-3
 
 
 @pytest.mark.parametrize("size", [2.0**-40, 1e-8, 1e4, 2.0**40])
@@ -228,6 +243,7 @@ def test_a_layer_without_work() -> None:
     ("weight", "reason"),
     [
         (packed(8, 128, group=16), "groups of 16 columns"),
+        (packed(8, 96), "96 columns are no multiple of 64"),
         (packed(8, 384, group=96), "groups of 96 columns"),
     ],
 )

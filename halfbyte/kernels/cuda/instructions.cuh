@@ -49,67 +49,46 @@ __device__ __forceinline__ void wait(unsigned barrier, int phase) {
     }
 }
 
-// Copies from global into shared memory that tell a barrier of theirs. Long pieces, with all lanes of
-// a warp, are left to the engine that copies, where there is one: the warp says before how many bytes
-// they have together, and it arrives `LONG_COPY_ARRIVALS` times at the barrier.
-constexpr int LONG_COPY_ARRIVALS = HOPPER ? 1 : 32;
+// A matrix of up to three dimensions in global memory; halfbyte/kernels/jit.py makes one. Where there is
+// an engine that copies boxes of it, `boxes` says what that needs to know.
+struct alignas(64) Source {
+    unsigned long long boxes[16];
+    const unsigned char* data;
+};
 
-__device__ __forceinline__ void announce(unsigned barrier, int bytes) {
+// A warp that copies tells a barrier, so often that `COPY_ARRIVALS` are counted: a thread announces how
+// many bytes boxes have, or all lanes say that they have asked for all copies of 16 bytes.
+constexpr int COPY_ARRIVALS = HOPPER ? 1 : 32;
+
 #if HOPPER
-    if (threadIdx.x % 32 == 0) {
-        asm volatile("{\n.reg .b64 state;\n"
-                     "mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n}" ::"r"(barrier),
-                     "r"(bytes)
-                     : "memory");
-    }
-#endif
+__device__ __forceinline__ void announce(unsigned barrier, int bytes) {
+    asm volatile("{\n.reg .b64 state;\n"
+                 "mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n}" ::"r"(barrier),
+                 "r"(bytes)
+                 : "memory");
 }
 
-// When its copies of 16 bytes are there, each thread that calls `end_of_copies` has arrived.
-__device__ __forceinline__ void copy_16_bytes(unsigned to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+// The box whose first element has these numbers, the first dimension in a row. What is not in the
+// matrix is zero. In lines of 128 bytes, if the source says so, pieces of 16 bytes change places by
+// the lowest three bits of the line's number in shared memory.
+__device__ __forceinline__ void copy_box(
+    unsigned to, const Source& source, int x, int y, int z, unsigned barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to), "l"(&source), "r"(x), "r"(y), "r"(z),
+                 "r"(barrier)
+                 : "memory");
+}
+#endif
+
+// Zeros when it is not `there`.
+__device__ __forceinline__ void copy_16_bytes(unsigned to, const void* from, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "r"(there ? 16 : 0)
+                 : "memory");
 }
 
 __device__ __forceinline__ void end_of_copies(unsigned barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void copy(unsigned to, const void* from, int bytes, unsigned barrier) {
-#if HOPPER
-    if (threadIdx.x % 32 == 0) {
-        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], "
-                     "%2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier)
-                     : "memory");
-    }
-#else
-    for (int i = threadIdx.x % 32 * 16; i < bytes; i += 512) {
-        copy_16_bytes(to + i, static_cast<const char*>(from) + i);
-    }
-#endif
-}
-
-// What the engine needs to know of a matrix to copy boxes of it; made by halfbyte/kernels/jit.py.
-struct alignas(64) Boxes {
-    unsigned long long words[16];
-};
-
-// Lines of 64 elements, each 128 bytes in shared memory, where pieces of 16 bytes change places by the
-// line's number, modulo eight. Zeros are copied for what is not in the matrix. By a single thread.
-__device__ __forceinline__ void copy_box(
-    unsigned to, const Boxes* boxes, int column, int line, unsigned barrier) {
-#if HOPPER
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-                 "[%0], [%1, {%2, %3}], [%4];" ::"r"(to), "l"(boxes), "r"(column), "r"(line),
-                 "r"(barrier)
-                 : "memory");
-#endif
-}
-
-// After the last long piece.
-__device__ __forceinline__ void end_of_long_copies(unsigned barrier) {
-#if !HOPPER
-    end_of_copies(barrier);
-#endif
 }
 
 // Of the first `THREADS` threads of a program.

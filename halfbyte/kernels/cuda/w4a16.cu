@@ -7,7 +7,8 @@
 // Two warps of a program copy, one the weight, one the activations; the others multiply. What they
 // copy, blocks of all rows of the program and some of their columns and the activations of these,
 // passes through a ring of stages in shared memory; two barriers of a stage say that it is full and
-// that it is empty again. Warps share the
+// that it is empty again. On Hopper one instruction copies all codes and scales of a stage, and one
+// the activations of all tokens, or of one where they are gathered. Warps share the
 // columns of a stage, its rows, or both. In the end warps that share rows, and the programs of a
 // cluster, which share them too, add up their parts in a fixed order through shared memory: no atomics,
 // no workspace, the same bits every time.
@@ -59,26 +60,26 @@ __device__ __forceinline__ unsigned two_weights(unsigned word, unsigned scale) {
 }
 
 // How the warps of a program share its rows and columns.
-template <int ROW_GROUPS_, int TOKENS_, int WARPS_BY_ROWS_, int WARPS_BY_COLUMNS_, bool BOXES_,
-          bool WIDE_, int SCALES_, bool RAGGED_>
+template <int ROW_GROUPS_, int TOKENS_, int WARPS_BY_ROWS_, int WARPS_BY_COLUMNS_, bool WIDE_,
+          int SCALES_, bool GATHERED_>
 struct Tile {
     static constexpr int ROW_GROUPS = ROW_GROUPS_;  // of 16 rows, of a warp
     static constexpr int TOKENS = TOKENS_;          // eight, or a multiple
     static constexpr int TOKEN_BLOCKS = TOKENS / 8;
     static constexpr int WARPS_BY_ROWS = WARPS_BY_ROWS_;
     static constexpr int WARPS_BY_COLUMNS = WARPS_BY_COLUMNS_;
-    static constexpr bool BOXES = BOXES_;  // activations are copied as boxes; Hopper only
     static constexpr bool WIDE = WIDE_;  // with the tensor cores of four warps at once; Hopper only
     static constexpr int SCALES = SCALES_;  // of a row in a block: 4, 2 or 1
-    static constexpr bool RAGGED = RAGGED_;  // columns are no multiple of those of a block
+    static constexpr bool GATHERED = GATHERED_;  // tokens are not consecutive rows of activations
     static constexpr int WARPS = WARPS_BY_ROWS * WARPS_BY_COLUMNS;  // that multiply
     static constexpr int THREADS = 32 * (WARPS + 2);
     static constexpr int STRIPS = ROW_GROUPS * WARPS_BY_ROWS;  // of 16 rows, of a program
     static constexpr bool ROUNDED = TOKENS > 16 || WIDE;
     static constexpr int BLOCK_BYTES = 64 * BLOCK_ROWS + 2 * BLOCK_ROWS * SCALES;
     static constexpr int STRIP_BYTES = BLOCK_BYTES * WARPS_BY_COLUMNS;  // in a stage
-    static_assert(HOPPER || !BOXES, "there is no engine that copies boxes");
-    static_assert(!WIDE || (BOXES && WARPS_BY_ROWS % 4 == 0 && TOKENS % 16 == 0));
+    static_assert(HOPPER || !WIDE, "these tensor cores are of compute capability 9.0");
+    static_assert(!WIDE || (!GATHERED && WARPS_BY_ROWS % 4 == 0 && TOKENS % 16 == 0));
+    static_assert(!GATHERED || TOKENS <= 32, "a lane has one token");
     static constexpr int SUMS = STRIPS * TOKEN_BLOCKS;  // of 16 rows and 8 tokens, a float4 a lane
 };
 
@@ -90,23 +91,35 @@ struct Memory {
 };
 constexpr int RING_AT = 1024;
 
-// Where eight activations of a token are in a stage: 64 columns of all tokens lie together, 128 bytes
-// of each, in which pieces of 16 bytes change places, so that those of eight tokens fill all banks.
-__device__ __forceinline__ int activations_at(int capacity, int token, int piece) {
-    return (piece / 8 * capacity + token) * 128 + 16 * (piece % 8 ^ token % 8);
-}
+// The activations of a stage are lines of 128 bytes, of 64 columns of a token. Pieces of 16 bytes
+// change places within a line by its number, so that those of eight tokens fill all banks: their lines
+// follow each other, or are an odd number of lines apart.
+template <typename T>
+struct Lines {
+    static constexpr int OF_STAGE = 2 * T::WARPS_BY_COLUMNS;  // of a token
+    static constexpr int OF_TOKEN = T::GATHERED ? OF_STAGE + 1 : 1;
+    int of_columns;
 
-// What one program multiplies at a time: some strips of 16 rows with some tokens.
-template <typename Strip, typename Row>
+    __device__ __forceinline__ explicit Lines(int capacity)
+        : of_columns(T::GATHERED ? 1 : capacity) {}
+    __device__ __forceinline__ int all(int capacity) const {
+        return capacity * (T::GATHERED ? OF_TOKEN : OF_STAGE);
+    }
+    // Where eight columns of a token are, by their number in the stage.
+    __device__ __forceinline__ int place(int token, int eight) const {
+        const int line = token * OF_TOKEN + eight / 8 * of_columns;
+        return 128 * line + 16 * (eight % 8 ^ line % 8);
+    }
+};
+
+// What one program multiplies at a time: some strips of 16 rows with some tokens. Strips follow each
+// other, or half of them do, and the other half.
 struct Piece {
     int tokens;
-    Strip strip;  // the first block of a strip of the program, by its number
-    const uint4* x;
-    Row row;  // of `x`, for a token
-    const Boxes* boxes;
+    int strips[2];
+    const int* order;  // where tokens are gathered: rows of activations, times `per_row`
+    int per_row;
 };
-template <typename Strip, typename Row>
-__device__ Piece(int, Strip, const uint4*, Row, const Boxes*) -> Piece<Strip, Row>;
 
 // The columns of a program, in blocks: the programs of a cluster have so many one after the other.
 struct Columns {
@@ -136,102 +149,87 @@ struct Place {
 
 // --------------------------------------------------------------------------------- the warps that copy
 
-template <typename T>
-__device__ __forceinline__ int stage_bytes(Memory layout) {
-    const int bytes = T::STRIPS * T::STRIP_BYTES
-        + 2 * BLOCK_COLUMNS * T::WARPS_BY_COLUMNS * layout.capacity;
-    return T::BOXES ? (bytes + 1023) / 1024 * 1024 : bytes;
-}
-
 // Activations are first in a stage, then come codes and scales.
 template <typename T>
 __device__ __forceinline__ int codes_at(Memory layout) {
-    return 2 * BLOCK_COLUMNS * T::WARPS_BY_COLUMNS * layout.capacity;
+    return 128 * Lines<T>(layout.capacity).all(layout.capacity);
 }
 
-// Copies the codes and scales of all strips of a piece.
-template <typename T, typename Piece>
+template <typename T>
+__device__ __forceinline__ int stage_bytes(Memory layout) {
+    return (codes_at<T>(layout) + T::STRIPS * T::STRIP_BYTES + 1023) / 1024 * 1024;
+}
+
+// Copies the codes and scales of all strips of a piece, of which there are `all`.
+template <typename T, int HALVES>
 __device__ __forceinline__ void copy_codes(
-    const Piece& piece, unsigned memory, Memory layout, Columns columns, Place& place) {
-    const unsigned char* strips[T::STRIPS];
-#pragma unroll
-    for (int s = 0; s < T::STRIPS; s++) {
-        strips[s] = piece.strip(s) + size_t(columns.first) * T::BLOCK_BYTES;
-    }
+    const Source& weight, const Piece& piece, int all, unsigned memory, Memory layout,
+    Columns columns, Place& place) {
+    constexpr int TOGETHER = T::STRIPS / HALVES;
+    static_assert(HALVES == 1 || TOGETHER * T::STRIP_BYTES % 128 == 0, "boxes begin at 128 bytes");
+    const int lane = threadIdx.x % 32;
     for (int block = columns.first; block < columns.end; block += T::WARPS_BY_COLUMNS) {
-        const int bytes = min(T::WARPS_BY_COLUMNS, columns.end - block) * T::BLOCK_BYTES;
         const unsigned barrier = full_barrier(memory, place.stage);
         const unsigned to =
             memory + RING_AT + place.stage * stage_bytes<T>(layout) + codes_at<T>(layout);
         if (place.round) wait(empty_barrier(memory, place.stage), place.round - 1);
-        announce(barrier, T::STRIPS * bytes);
+#if HOPPER
+        if (lane == 0) {
+            announce(barrier, T::STRIPS * T::STRIP_BYTES);
 #pragma unroll
-        for (int s = 0; s < T::STRIPS; s++) {
-            copy(to + s * T::STRIP_BYTES, strips[s], bytes, barrier);
-            strips[s] += T::STRIP_BYTES;
-        }
-        end_of_long_copies(barrier);
-        place.next(layout.depth);
-    }
-}
-
-// Copies the activations of all tokens there may be, which are consecutive.
-template <typename T>
-__device__ __forceinline__ void copy_boxes(
-    const Boxes* boxes, unsigned memory, Memory layout, Columns columns, Place& place) {
-    constexpr int BYTES = 2 * BLOCK_COLUMNS * T::TOKENS;  // of a block
-    for (int block = columns.first; block < columns.end; block += T::WARPS_BY_COLUMNS) {
-        const int blocks = min(T::WARPS_BY_COLUMNS, columns.end - block);
-        const unsigned barrier = full_barrier(memory, place.stage);
-        const unsigned to = memory + RING_AT + place.stage * stage_bytes<T>(layout);
-        if (place.round) wait(empty_barrier(memory, place.stage), place.round - 1);
-        if (threadIdx.x % 32 == 0) {
-            announce(barrier, blocks * BYTES);
-            for (int half = 0; half < 2 * blocks; half++) {
-                copy_box(to + half * (BYTES / 2), boxes, BLOCK_COLUMNS * block + 64 * half, 0, barrier);
+            for (int half = 0; half < HALVES; half++) {
+                copy_box(to + half * TOGETHER * T::STRIP_BYTES, weight, 0, block,
+                         piece.strips[half], barrier);
             }
-        } else {
-            arrive(barrier);
         }
+#else
+        constexpr int WIDTH = T::STRIP_BYTES / 16;
+        const int blocks = (columns.all + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS;
+        for (int i = lane; i < T::STRIPS * WIDTH; i += 32) {
+            const int s = i / WIDTH, at = block * T::BLOCK_BYTES + 16 * (i % WIDTH);
+            const int strip = min(piece.strips[s / TOGETHER] + s % TOGETHER, all - 1);
+            copy_16_bytes(to + 16 * i, weight.data + size_t(strip) * blocks * T::BLOCK_BYTES + at,
+                          at < blocks * T::BLOCK_BYTES);
+        }
+        end_of_copies(barrier);
+#endif
         place.next(layout.depth);
     }
 }
 
 // Copies the activations of all tokens of a piece.
-template <typename T, typename Piece>
+template <typename T>
 __device__ __forceinline__ void copy_tokens(
-    const Piece& piece, unsigned memory, Memory layout, Columns columns, Place& place) {
-    constexpr int WIDTH = BLOCK_COLUMNS / 8 * T::WARPS_BY_COLUMNS;  // of a stage, in 16 bytes
-    const int lane = threadIdx.x % 32, all = columns.all / 8;
-    // A lane knows the rows of every 32nd token.
-    int rows[(T::TOKENS + 31) / 32];
-#pragma unroll
-    for (int i = 0; i < (T::TOKENS + 31) / 32; i++) {
-        rows[i] = 32 * i + lane < piece.tokens ? piece.row(32 * i + lane) : 0;
-    }
+    const Source& x, const Piece& piece, unsigned memory, Memory layout, Columns columns,
+    Place& place) {
+    const Lines<T> lines(layout.capacity);
+    const int lane = threadIdx.x % 32;
+    int row = lane;
+    if (T::GATHERED && lane < piece.tokens) row = piece.order[lane] / piece.per_row;
     for (int block = columns.first; block < columns.end; block += T::WARPS_BY_COLUMNS) {
-        const int first = BLOCK_COLUMNS / 8 * block;
-        const int end = min(min(all, BLOCK_COLUMNS / 8 * columns.end) - first, WIDTH);
+        const unsigned barrier = full_barrier(memory, place.stage);
         const unsigned to = memory + RING_AT + place.stage * stage_bytes<T>(layout);
-        const uint4* const from = piece.x + first + lane;
         if (place.round) wait(empty_barrier(memory, place.stage), place.round - 1);
-#pragma unroll
-        for (int i = 0; i < (T::TOKENS + 31) / 32; i++) {
-            const int count = min(32, piece.tokens - 32 * i);
-#pragma unroll 4
-            for (int t = 0; t < count; t++) {
-                const uint4* const token = from + size_t(__shfl_sync(0xFFFFFFFFu, rows[i], t)) * all;
-#pragma unroll
-                for (int j = 0; j < (WIDTH + 31) / 32; j++) {
-                    if (32 * j + lane < end) {
-                        copy_16_bytes(
-                            to + activations_at(layout.capacity, 32 * i + t, 32 * j + lane),
-                            token + 32 * j);
-                    }
-                }
+#if HOPPER
+        const int copied = T::GATHERED ? piece.tokens : layout.capacity;
+        if (lane == 0) announce(barrier, copied * 128 * lines.OF_STAGE);
+        __syncwarp();
+        if (lane < (T::GATHERED ? piece.tokens : 1)) {
+            copy_box(to + 128 * lane * lines.OF_TOKEN, x, 0, T::GATHERED ? row : 0, 2 * block,
+                     barrier);
+        }
+#else
+        constexpr int WIDTH = BLOCK_COLUMNS / 8 * T::WARPS_BY_COLUMNS;  // in 16 bytes
+        for (int token = 0; token < piece.tokens; token++) {
+            const int from = T::GATHERED ? __shfl_sync(0xFFFFFFFFu, row, token) : token;
+            const unsigned char* data = x.data + 2 * (size_t(from) * columns.all);
+            for (int i = lane; i < WIDTH; i += 32) {
+                const int column = BLOCK_COLUMNS * block + 8 * i;
+                copy_16_bytes(to + lines.place(token, i), data + 2 * column, column < columns.all);
             }
         }
-        end_of_copies(full_barrier(memory, place.stage));
+        end_of_copies(barrier);
+#endif
         place.next(layout.depth);
     }
 }
@@ -333,14 +331,13 @@ __device__ __forceinline__ void load_scales(
     }
 }
 
-// sums += the product of a block of every strip of this warp with all tokens. `columns` is where the
-// activations of its columns are, of which `width` are there. `token` is, for each eight tokens, the
-// one that this lane finds for all: where there are fewer, lanes take the last one, and nothing
-// becomes of it.
+// sums += the product of a block of every strip of this warp with all tokens. Its columns are those of
+// the stage from 128 `column` on. `token` is, for each eight tokens, the one that this lane finds for
+// all: where there are fewer, lanes take the last one, and nothing becomes of it.
 template <typename T, Element E>
 __device__ __forceinline__ void multiply_block(
-    float (&sums)[T::ROW_GROUPS][T::TOKEN_BLOCKS][4], const unsigned char* block, unsigned columns,
-    const int (&token)[T::TOKEN_BLOCKS], int capacity, int width) {
+    float (&sums)[T::ROW_GROUPS][T::TOKEN_BLOCKS][4], const unsigned char* block,
+    unsigned activations, int column, const int (&token)[T::TOKEN_BLOCKS], Lines<T> lines) {
     const int lane = threadIdx.x % 32;
     Scales<T::SCALES> scales[T::ROW_GROUPS];
     load_scales<T>(scales, block);
@@ -359,11 +356,8 @@ __device__ __forceinline__ void multiply_block(
 #pragma unroll
             for (int b = 0; b < T::TOKEN_BLOCKS; b++) {
                 unsigned x[4];  // of four times eight columns
-                load_matrices(x, columns + activations_at(capacity, token[b], 4 * w + lane / 8));
-                if constexpr (T::RAGGED) {
-#pragma unroll
-                    for (int j = 0; j < 4; j++) x[j] = 32 * w + 8 * j < width ? x[j] : 0;
-                }
+                const int eight = BLOCK_COLUMNS / 8 * column + 4 * w + lane / 8;
+                load_matrices(x, activations + lines.place(token[b], eight));
                 if constexpr (T::ROUNDED) {
 #pragma unroll
                     for (int i = 0; i < T::ROW_GROUPS; i++) {
@@ -428,7 +422,7 @@ struct Multiplier {
     Place place;
 
     // Leaves the sums of this warp over its columns in shared memory, for all to add up.
-    template <Element E, typename Piece>
+    template <Element E>
     __device__ __forceinline__ void run(const Piece& piece) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const int column = warp / T::WARPS_BY_ROWS, row = warp % T::WARPS_BY_ROWS;
@@ -446,16 +440,15 @@ struct Multiplier {
             wait(full_barrier(barriers, place.stage), place.round);
             if (block < columns.end) {
                 const int stage = RING_AT + place.stage * stage_bytes<T>(layout);
-                const unsigned activations =
-                    barriers + stage + 2 * BLOCK_COLUMNS * layout.capacity * column;
-                static_assert(HOPPER || !T::WIDE, "these tensor cores are of compute capability 9.0");
+                const unsigned activations = barriers + stage;
                 if constexpr (T::WIDE) {
 #if HOPPER
-                    multiply_block_wide<T, E>(sums, memory + stage + codes, activations);
+                    multiply_block_wide<T, E>(sums, memory + stage + codes,
+                                              activations + 256 * T::TOKENS * column);
 #endif
                 } else {
-                    multiply_block<T, E>(sums, memory + stage + codes, activations, token,
-                                         layout.capacity, columns.all - BLOCK_COLUMNS * block);
+                    multiply_block<T, E>(sums, memory + stage + codes, activations, column, token,
+                                         Lines<T>(layout.capacity));
                 }
             }
             __syncwarp();
@@ -497,12 +490,13 @@ struct Multiplier {
     }
 };
 
-// Runs all pieces of a program. `piece_of` gives one by its number, `write` is called with the piece's
-// number and a strip and eight tokens that this warp is to finish; of `STRIPS_TOGETHER` strips only
-// with the first. In a cluster there is one piece.
-template <typename T, Element E, int STRIPS_TOGETHER, typename PieceOf, typename Write>
+// Runs all pieces of a program. `piece_of` gives one by its number; `write` is called with the number
+// of a piece and a strip and eight tokens that this warp is to finish: of strips in two halves with
+// those of the first one. In a cluster there is one piece. `strips` are those of the weight.
+template <typename T, Element E, int HALVES, typename PieceOf, typename Write>
 __device__ __forceinline__ void run_pieces(
-    Memory layout, int columns, int pieces, PieceOf piece_of, Write write) {
+    const Source& weight, const Source& x, Memory layout, int strips, int columns, int pieces,
+    PieceOf piece_of, Write write) {
     extern __shared__ __align__(1024) unsigned char memory[];
     const int warp = threadIdx.x / 32;
     const Cluster part = this_cluster();
@@ -510,7 +504,7 @@ __device__ __forceinline__ void run_pieces(
     const unsigned barriers = shared_address(memory);
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < layout.depth; stage++) {
-            make_barrier(full_barrier(barriers, stage), LONG_COPY_ARRIVALS + 32);
+            make_barrier(full_barrier(barriers, stage), 2 * COPY_ARRIVALS);
             make_barrier(empty_barrier(barriers, stage), T::WARPS);
         }
         show_barriers();
@@ -522,11 +516,9 @@ __device__ __forceinline__ void run_pieces(
         Place place;
         for (int p = blockIdx.x; p < pieces; p += gridDim.x) {
             if (warp == T::WARPS) {
-                copy_codes<T>(piece_of(p), barriers, layout, own, place);
-            } else if constexpr (T::BOXES) {
-                copy_boxes<T>(piece_of(p).boxes, barriers, layout, own, place);
+                copy_codes<T, HALVES>(weight, piece_of(p), strips, barriers, layout, own, place);
             } else {
-                copy_tokens<T>(piece_of(p), barriers, layout, own, place);
+                copy_tokens<T>(x, piece_of(p), barriers, layout, own, place);
             }
             if (part.size > 1) synchronize(part), synchronize(part);
         }
@@ -539,9 +531,9 @@ __device__ __forceinline__ void run_pieces(
             } else {
                 synchronize_first<32 * T::WARPS>();
             }
-            const int count = T::SUMS / STRIPS_TOGETHER;
+            const int count = T::SUMS / HALVES;
             for (int i = part.rank + part.size * warp; i < count; i += part.size * T::WARPS) {
-                write(multiplier, p, i / T::TOKEN_BLOCKS * STRIPS_TOGETHER, i % T::TOKEN_BLOCKS);
+                write(multiplier, p, i / T::TOKEN_BLOCKS, i % T::TOKEN_BLOCKS);
             }
             if (part.size > 1) synchronize(part);  // others may still read what this one shares
         }
@@ -564,21 +556,14 @@ __device__ __forceinline__ void each_sum(int tokens, int b, Write write) {
 // y [M, N] = x [M, K] times a weight [N, K] transposed; M is at most T::TOKENS.
 template <typename T, Element E>
 __device__ __forceinline__ void dense(
-    Memory layout, const unsigned char* weight, const uint4* x, const Boxes* boxes,
-    unsigned short* y, int tokens, int rows, int columns) {
+    const Source& weight, const Source& x, unsigned short* y, int tokens, int rows, int columns,
+    Memory layout) {
     const Cluster part = this_cluster();
     const int strips = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
-    const size_t strip_bytes =
-        size_t((columns + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS) * T::BLOCK_BYTES;
     let_later_kernels_start();
     run_pieces<T, E, 1>(
-        layout, columns, (strips + T::STRIPS - 1) / T::STRIPS,
-        [&](int p) {
-            return Piece{
-                tokens,
-                [=](int s) { return weight + min(p * T::STRIPS + s, strips - 1) * strip_bytes; },
-                x, [](int token) { return token; }, boxes};
-        },
+        weight, x, layout, strips, columns, (strips + T::STRIPS - 1) / T::STRIPS,
+        [&](int p) { return Piece{tokens, {p * T::STRIPS, 0}, nullptr, 1}; },
         [&](const Multiplier<T>& multiplier, int p, int strip, int b) {
             float sum[4];
             multiplier.template total<E>(sum, strip, b, part);
@@ -641,38 +626,30 @@ extern "C" __global__ void __launch_bounds__(1024) list_work(
 }
 
 // gated [pairs, I] = silu(gate) up, of a weight [experts, 2 I, K], gate first. Both come from one
-// program: a strip of the one, the same of the other, and so on.
+// program: half of its strips are the gate's, and half the same of the other.
 template <typename T, Element E>
 __device__ __forceinline__ void gate_up(
-    Memory layout, const unsigned char* weight, const uint4* x,
-    unsigned short* gated, const Work* list, const int* works, const int* order,
-    int pairs_per_token, int intermediate, int columns) {
+    const Source& weight, const Source& x, unsigned short* gated, const Work* list,
+    const int* works, const int* order, int pairs_per_token, int experts, int intermediate,
+    int columns, Memory layout) {
     const int strips = intermediate / BLOCK_ROWS, together = T::STRIPS / 2;
     const int pieces_of_work = (strips + together - 1) / together;
-    const size_t strip_bytes =
-        size_t((columns + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS) * T::BLOCK_BYTES;
     wait_for_earlier_kernels();
     let_later_kernels_start();  // `down` may read the list as soon as it runs
     run_pieces<T, E, 2>(
-        layout, columns, *works * pieces_of_work,
+        weight, x, layout, 2 * experts * strips, columns, *works * pieces_of_work,
         [&](int p) {
             const Work work = list[p / pieces_of_work];
-            const int first = p % pieces_of_work * together;
-            const unsigned char* expert = weight + size_t(work.expert) * 2 * strips * strip_bytes;
+            const int first = 2 * work.expert * strips + p % pieces_of_work * together;
             return Piece{
-                work.count,
-                [=](int s) {
-                    return expert + (min(first + s / 2, strips - 1) + s % 2 * strips) * strip_bytes;
-                },
-                x, [=](int token) { return order[work.first + token] / pairs_per_token; },
-                nullptr};
+                work.count, {first, first + strips}, order + work.first, pairs_per_token};
         },
         [&](const Multiplier<T>& multiplier, int p, int strip, int b) {
             const Work work = list[p / pieces_of_work];
-            const int place = (p % pieces_of_work * together + strip / 2) * BLOCK_ROWS;
+            const int place = (p % pieces_of_work * together + strip) * BLOCK_ROWS;
             float gate[4], up[4];
             multiplier.template total<E>(gate, strip, b, {0, 1});
-            multiplier.template total<E>(up, strip + 1, b, {0, 1});
+            multiplier.template total<E>(up, together + strip, b, {0, 1});
             if (place >= intermediate) return;
             each_sum(work.count, b, [&](int j, int row, int token) {
                 gated[size_t(order[work.first + token]) * intermediate + place + row] =
@@ -685,25 +662,18 @@ __device__ __forceinline__ void gate_up(
 // router's weight of the pair.
 template <typename T, Element E>
 __device__ __forceinline__ void down(
-    Memory layout, const unsigned char* weight, const uint4* gated,
-    float* parts, const Work* list, const int* works, const int* order, const float* router,
-    int rows, int columns) {
+    const Source& weight, const Source& gated, float* parts, const Work* list, const int* works,
+    const int* order, const float* router, int experts, int rows, int columns, Memory layout) {
     const int strips = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
     const int pieces_of_work = (strips + T::STRIPS - 1) / T::STRIPS;
-    const size_t strip_bytes =
-        size_t((columns + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS) * T::BLOCK_BYTES;
     let_later_kernels_start();
     // `gate_up` has seen the list before this could start, so weights are fetched while it ends.
     run_pieces<T, E, 1>(
-        layout, columns, *works * pieces_of_work,
+        weight, gated, layout, experts * strips, columns, *works * pieces_of_work,
         [&](int p) {
             const Work work = list[p / pieces_of_work];
-            const int first = p % pieces_of_work * T::STRIPS;
-            const unsigned char* expert = weight + size_t(work.expert) * strips * strip_bytes;
-            return Piece{
-                work.count,
-                [=](int s) { return expert + min(first + s, strips - 1) * strip_bytes; },
-                gated, [=](int token) { return order[work.first + token]; }, nullptr};
+            const int first = work.expert * strips + p % pieces_of_work * T::STRIPS;
+            return Piece{work.count, {first, 0}, order + work.first, 1};
         },
         [&](const Multiplier<T>& multiplier, int p, int strip, int b) {
             const Work work = list[p / pieces_of_work];
@@ -738,30 +708,32 @@ __device__ __forceinline__ void add_experts(
 
 // One of these is appended to the source for each tile that is used.
 #define DENSE(E, ...)                                                                              \
-    extern "C" __global__ void __launch_bounds__(Tile<__VA_ARGS__>::THREADS, 1) run(               \
-        const unsigned char* weight, const uint4* x, const __grid_constant__ Boxes boxes,          \
+    extern "C" __global__ void __launch_bounds__(Tile<__VA_ARGS__, false>::THREADS, 1) run(        \
+        const __grid_constant__ Source weight, const __grid_constant__ Source x,                   \
         unsigned short* y, int tokens, int rows, int columns, int depth, int capacity,             \
         int sums_at) {                                                                             \
-        dense<Tile<__VA_ARGS__>, E>({depth, capacity, sums_at}, weight, x, &boxes, y, tokens,      \
-                                    rows, columns);                                                \
+        dense<Tile<__VA_ARGS__, false>, E>(weight, x, y, tokens, rows, columns,                    \
+                                           {depth, capacity, sums_at});                            \
     }
 
 #define GATE_UP(E, ...)                                                                            \
-    extern "C" __global__ void __launch_bounds__(Tile<__VA_ARGS__>::THREADS, 1) run(               \
-        const unsigned char* weight, const uint4* x, unsigned short* gated, const Work* list,      \
-        const int* works, const int* order, int pairs_per_token, int intermediate, int columns,    \
-        int depth, int capacity, int sums_at) {                                                    \
-        gate_up<Tile<__VA_ARGS__>, E>({depth, capacity, sums_at}, weight, x, gated, list,  \
-                                      works, order, pairs_per_token, intermediate, columns);       \
+    extern "C" __global__ void __launch_bounds__(Tile<__VA_ARGS__, true>::THREADS, 1) run(         \
+        const __grid_constant__ Source weight, const __grid_constant__ Source x,                   \
+        unsigned short* gated, const Work* list, const int* works, const int* order,               \
+        int pairs_per_token, int experts, int intermediate, int columns, int depth, int capacity,  \
+        int sums_at) {                                                                             \
+        gate_up<Tile<__VA_ARGS__, true>, E>(weight, x, gated, list, works, order, pairs_per_token, \
+                                            experts, intermediate, columns,                        \
+                                            {depth, capacity, sums_at});                           \
     }
 
 #define DOWN(E, ...)                                                                               \
-    extern "C" __global__ void __launch_bounds__(Tile<__VA_ARGS__>::THREADS, 1) run(               \
-        const unsigned char* weight, const uint4* gated, float* parts, const Work* list,           \
-        const int* works, const int* order, const float* router, int rows, int columns, int depth, \
-        int capacity, int sums_at) {                                                               \
-        down<Tile<__VA_ARGS__>, E>({depth, capacity, sums_at}, weight, gated, parts, list, \
-                                   works, order, router, rows, columns);                           \
+    extern "C" __global__ void __launch_bounds__(Tile<__VA_ARGS__, true>::THREADS, 1) run(         \
+        const __grid_constant__ Source weight, const __grid_constant__ Source gated, float* parts, \
+        const Work* list, const int* works, const int* order, const float* router, int experts,    \
+        int rows, int columns, int depth, int capacity, int sums_at) {                             \
+        down<Tile<__VA_ARGS__, true>, E>(weight, gated, parts, list, works, order, router,         \
+                                         experts, rows, columns, {depth, capacity, sums_at});      \
     }
 
 #define ADD_EXPERTS(E)                                                                             \
