@@ -91,7 +91,8 @@ def host_kernel(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
             [
                 compiler, "-std=c++20", "-O2", "-ffp-contract=off", "-fno-strict-aliasing",
                 "-shared", "-fPIC", "-pthread", "-w", f"-DHOPPER={hopper:d}",
-                "-I", str(SHIM.parent), "-include", str(SHIM), str(path), "-o", str(path.with_suffix(".so")),
+                "-I", str(SHIM.parent), "-include", str(SHIM), str(path),
+                "-o", str(path.with_suffix(".so")),
             ],
             check=True,
         )  # fmt: skip
