@@ -99,7 +99,8 @@ def capacity(
     attention = read_attention(model.config)
     tokens = _context(context, attention.context)
     page = page_size or planner.default_page(attention)
-    found = _weights(console, model, (weights,) if weights else FORMATS, attention.layers, mtp=mtp)
+    layers = None if mtp else attention.layers
+    found = _weights(console, model, (weights,) if weights else FORMATS, layers)
     answer = tables.Answer(
         source=source,
         attention=attention,
@@ -135,7 +136,7 @@ def capacity(
         _draw(svg, answer)
         console.note(f"{svg} written")
     console.result(tables.record(answer))
-    if not any(found.fits for found in answer.capacities):
+    if not any(each.fits for each in answer.capacities):
         raise typer.Exit(EXIT_FAILURE)
 
 
@@ -165,16 +166,16 @@ def _open(source: str) -> _Model:
 
 
 def _weights(
-    console: Console, model: _Model, forms: tuple[Format, ...], layers: int, *, mtp: bool
+    console: Console, model: _Model, forms: tuple[Format, ...], layers: int | None
 ) -> list[tuple[Format, Weights]]:
-    """The weights in each format; one that the model cannot have is left out with a warning, or an
-    error when it is the only one."""
+    """The weights of so many decoder layers, or of all, in each format. One that the model cannot
+    have is left out with a warning, or an error when it is the only one."""
     from halfbyte.kvcache.sizes import sum_up
 
     found = []
     for form in forms:
         try:
-            found.append((form, sum_up(_sizes(model, form), layers, mtp=mtp)))
+            found.append((form, sum_up(_sizes(model, form), layers)))
         except RecipeError as error:
             if len(forms) == 1:
                 raise
@@ -224,7 +225,8 @@ def _draw(path: Path, answer: Answer) -> None:
 
     if path.is_dir():
         raise UsageError(f"--svg {path} is a folder", hint="name a file: --svg tokens.svg")
-    title = f"Tokens of KV cache: {Path(answer.source).name} on {on(answer.node)}"
+    model = answer.attention.model_type if answer.stored is None else Path(answer.source).name
+    title = f"Tokens of KV cache: {model} on {on(answer.node)}"
     note = (
         f"{answer.node.fraction:g} of free memory for weights and cache;"
         f" pages of {answer.page} tokens"

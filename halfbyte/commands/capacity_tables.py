@@ -6,9 +6,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from halfbyte.console import Column, Table
+from halfbyte.core import Plan
+from halfbyte.errors import HalfbyteError
+from halfbyte.formats.servers import parallel_gpus
+from halfbyte.kvcache.advice import Pool, disaggregated
 from halfbyte.kvcache.layout import Attention
 from halfbyte.kvcache.planner import Capacity, Node, assumptions
-from halfbyte.kvcache.sizes import Format
+from halfbyte.kvcache.sizes import Format, sum_up
 from halfbyte.units import format_gib
 
 
@@ -150,5 +154,73 @@ def _formats(answer: Answer) -> list[str]:
         lines.append(
             "FP8 cache: rows with their own scales and BF16 RoPE values (FlashMLA); those of"
             " TRT-LLM and TileLang have neither: --kv fp8-raw"
+        )
+    return lines
+
+
+# Prefill and decode apart.
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Which checkpoint of a plan serves which pool, or why that is not known."""
+
+    pools: tuple[Pool, ...]
+    unknown: str | None = None
+
+    @classmethod
+    def of(cls, plan: Plan, output: str) -> Serving:
+        """Of a plan whose result will be called `output`."""
+        source, config = plan.checkpoint.origin, plan.checkpoint.config
+        groups = {t.scheme.group_size or 1 for t in plan.tensors if t.scheme is not None}
+        gpus = parallel_gpus(config, max(groups, default=1))
+        sizes = (
+            [(t.name, t.source.nbytes) for t in plan.tensors],
+            [(t.name, sum(o.nbytes for o in t.outputs)) for t in plan.tensors],
+        )
+        before, after = (sum_up(size).on_each(gpus, gpus) for size in sizes)
+        try:
+            return cls(disaggregated(config, gpus, (source, before), (output, after)))
+        except HalfbyteError as error:
+            return cls((), str(error))
+
+
+def serving_record(serving: Serving) -> dict[str, Any]:
+    """Pools as JSON; sizes in bytes, of one GPU."""
+    return {
+        "pools": [
+            {
+                "role": pool.role,
+                "checkpoint": pool.capacity.weights,
+                "gpu": asdict(pool.node.gpu),
+                "gpus": pool.node.gpus,
+                "memory_fraction": pool.node.fraction,
+                "kv": pool.capacity.kv,
+                "weights_on_each": pool.capacity.on_each,
+                "bytes_per_token": pool.capacity.per_token,
+                "tokens": pool.capacity.tokens,
+                "sglang_flags": list(pool.flags),
+            }
+            for pool in serving.pools
+        ],
+        "unknown": serving.unknown,
+    }
+
+
+def serving_lines(serving: Serving) -> list[str]:
+    """The lines below a plan's table: a pool each, and what it needs."""
+    if serving.unknown is not None:
+        return [f"serving      room for KV cache is not estimated: {serving.unknown}"]
+    node = serving.pools[0].node
+    lines = [
+        f"serving      prefill and decode apart, each on {node.gpus} x {node.gpu.name}, FP8 cache,"
+        f" {node.fraction:g} of free memory; `quantize capacity` for others"
+    ]
+    for pool in serving.pools:
+        found = pool.capacity
+        fits = f"{found.tokens:,} tokens of KV cache" if found.fits else "does not fit"
+        lines.append(
+            f"  {pool.role:<10} {found.weights}: {format_gib(found.on_each)} of weights a GPU,"
+            f" {fits}; SGLang: {' '.join(pool.flags)}"
         )
     return lines

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from halfbyte.errors import UsageError
 from halfbyte.kvcache.layout import Attention, Kv, Part, kv_parts
-from halfbyte.kvcache.sizes import Format
 from halfbyte.units import format_gib
 
 GIB = 1 << 30
@@ -99,9 +98,10 @@ def find_gpu(name: str) -> Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What one node serves with weights in one format and a cache in one."""
+    """What one node serves with some weights and a cache in some format."""
 
-    weights: Format
+    weights: str
+    """Their format, or the name of a checkpoint."""
     kv: Kv
     on_each: int
     """Bytes of weights on each GPU."""
@@ -131,7 +131,7 @@ def tokens_that_fit(room: int, per_token: int, page: int) -> int:
 def plan_capacity(
     attention: Attention,
     node: Node,
-    weights: Format,
+    weights: str,
     on_each: int,
     kv: Kv,
     *,

@@ -62,12 +62,12 @@ class Weights:
         return self.whole + math.ceil((self.attention * (gpus // sharing) + self.divided) / gpus)
 
 
-def sum_up(sizes: Iterable[tuple[str, int]], layers: int, *, mtp: bool = True) -> Weights:
-    """Names and bytes of tensors as `Weights`; without `mtp` those from layer `layers` on do not
-    count."""
+def sum_up(sizes: Iterable[tuple[str, int]], layers: int | None = None) -> Weights:
+    """Names and bytes of tensors as `Weights`; of so many decoder `layers`, or of those behind them
+    (MTP) as well."""
     whole = attention = divided = 0
     for name, nbytes in sizes:
-        if not mtp and (layer_index(name) or 0) >= layers:
+        if layers is not None and (layer_index(name) or 0) >= layers:
             continue
         if not is_divided(name):
             whole += nbytes

@@ -13,7 +13,7 @@ from halfbyte.kvcache.planner import Capacity
 from halfbyte.report.axis import Scale, short
 from halfbyte.report.html import Html, element
 
-WIDTH, LEFT, RIGHT = 720, 74, 690
+WIDTH, LEFT, RIGHT = 720, 120, 690
 TOP, BAR, GAP = 84, 20, 22
 CHARACTERS = 88
 """Of a line of text, which does not wrap."""
@@ -40,7 +40,7 @@ def capacity_picture(title: str, note: str, capacities: Sequence[Capacity]) -> s
     for weights, members in groupby(capacities, key=lambda c: c.weights):
         group = list(members)
         middle = y + BAR * len(group) / 2 + 4
-        bars.append(_text(weights.upper(), LEFT - 12, middle, text_anchor="end"))
+        bars.append(_text(f"{weights.upper()} weights", LEFT - 12, middle, text_anchor="end"))
         for capacity in group:
             bars += _bar(capacity, y, scale)
             y += BAR
