@@ -83,9 +83,10 @@ def capacity(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Predict how many tokens of KV cache fit beside the weights, and say what that rests on.
+    """Predict how many tokens of KV cache fit beside the weights.
 
-    Nothing but config.json and headers is read. Exit 1 if the weights fit in no format shown.
+    From config.json and headers alone; every assumption is printed. Exit 1 if the weights fit in
+    no format shown.
     """
     from halfbyte.commands import capacity_tables as tables
     from halfbyte.kvcache import planner

@@ -167,8 +167,8 @@ def assumptions(attention: Attention, node: Node, page: int, *, mtp: bool) -> li
         )
     elif attention.replicated:
         spread = (
-            f"tensor parallel over {node.gpus}: latent rows are the same on every GPU, so more GPUs"
-            " leave more room for them, but hold none twice over"
+            f"tensor parallel over {node.gpus}: every GPU holds all latent rows, so more GPUs add"
+            " room only by holding less of the weights"
         )
     else:
         spread = f"tensor parallel over {node.gpus}: heads of keys and values are divided"

@@ -105,12 +105,9 @@ def _nbytes(tensor: Tensor, form: Format, expert: bool) -> int:
 
 
 def stored_format(checkpoint: Checkpoint) -> Format:
-    """The format that most of a checkpoint's bytes are in."""
-    found = {"int4": 0, "fp8": 0, "plain": 0}
-    for weight in logical_weights(checkpoint).values():
-        found[weight.encoding] += weight.nbytes
-    most = max(found, key=lambda encoding: found[encoding])
-    return "bf16" if most == "plain" else "int4" if most == "int4" else "fp8"
+    """The narrowest format in a checkpoint, by which people call it: some of it is always wider."""
+    found = {weight.encoding for weight in logical_weights(checkpoint).values()}
+    return "int4" if "int4" in found else "fp8" if "fp8" in found else "bf16"
 
 
 def stored_sizes(checkpoint: Checkpoint) -> Iterator[tuple[str, int]]:

@@ -143,7 +143,7 @@ def test_every_assumption_is_said() -> None:
         "0.835 of what is free",
         "--gpu-memory-utilization counts from all memory",
         "0.837 and what these need",
-        "latent rows are the same on every GPU",
+        "every GPU holds all latent rows",
         "21 of 78 layers",
         "MTP: its weights and rows are counted",
         "pages of 64 tokens",
