@@ -109,8 +109,7 @@ def read_attention(config: Mapping[str, Any]) -> Attention:
         sparse = model_type in SPARSE
         rows = Latent(size(model, "kv_lora_rank"), size(model, "qk_rope_head_dim"), sparse)
     else:
-        own = size(model, "head_dim", size(model, "hidden_size") // heads)
-        rows = ByHead(size(model, "num_key_value_heads", heads), own)
+        rows = ByHead(size(model, "num_key_value_heads", heads), head_size(model))
     indexed = model_type in SPARSE
     return Attention(
         model_type=model_type,
@@ -126,12 +125,10 @@ def read_attention(config: Mapping[str, Any]) -> Attention:
 
 def _require_full_attention(model: Mapping[str, Any]) -> None:
     """Raises UnsupportedModelError for layers that keep only a window of their tokens."""
-    kinds = model.get("layer_types")
-    listed = kinds if isinstance(kinds, list) else []
-    other = {str(kind)[:40] for kind in listed} - {"full_attention"}
+    other = {str(kind)[:40] for kind in entries(model, "layer_types")} - {"full_attention"}
     window = model.get("sliding_window") if model.get("use_sliding_window", True) else None
     if other or window is not None:
-        which = f"layers of {min(other)}" if other else f"a sliding window of {window!r:.40}"
+        which = f"layers of {min(other)!r}" if other else f"a sliding window of {window!r:.40}"
         raise UnsupportedModelError(
             f"config.json has {which}, whose KV cache is not known; known is full attention"
         )
@@ -213,6 +210,27 @@ def _without_raw(attention: Attention) -> UsageError:
         f" {attention.model_type}",
         hint="--kv fp8",
     )
+
+
+def entries(model: Mapping[str, Any], key: str) -> list[Any]:
+    """A list of a config; empty where there is none. Raises CheckpointError for anything else."""
+    value = model.get(key)
+    if value is not None and not isinstance(value, list):
+        raise CheckpointError(f"config.json: {key} is {value!r:.40}, not a list")
+    return value or []
+
+
+def head_size(model: Mapping[str, Any]) -> int:
+    """Values of a head: `head_dim`, or an even share of the hidden size.
+
+    Raises CheckpointError as `size` does, and for a hidden size smaller than the number of heads.
+    """
+    hidden, heads = size(model, "hidden_size"), size(model, "num_attention_heads")
+    if hidden < heads:
+        raise CheckpointError(
+            f"config.json: hidden_size is {hidden}, less than num_attention_heads, {heads}"
+        )
+    return size(model, "head_dim", hidden // heads)
 
 
 def size(

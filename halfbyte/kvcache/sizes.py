@@ -19,7 +19,16 @@ from halfbyte.formats.config import text_config
 from halfbyte.formats.int4 import output_tensors
 from halfbyte.formats.servers import is_divided
 from halfbyte.formats.weights import DEFAULT_BLOCK, layer_index, logical_weights
-from halfbyte.kvcache.layout import BY_HEAD, MOST_LAYERS, SPARSE, read_attention, runs_indexer, size
+from halfbyte.kvcache.layout import (
+    BY_HEAD,
+    MOST_LAYERS,
+    SPARSE,
+    entries,
+    head_size,
+    read_attention,
+    runs_indexer,
+    size,
+)
 
 Format = Literal["int4", "fp8", "bf16"]
 FORMATS: tuple[Format, ...] = ("int4", "fp8", "bf16")
@@ -187,7 +196,7 @@ def _indexer(model: Mapping[str, Any], hidden: int) -> Named:
 
 def _by_head(model: Mapping[str, Any], kind: str, hidden: int) -> Named:
     heads = size(model, "num_attention_heads")
-    own = size(model, "head_dim", hidden // heads)
+    own = head_size(model)
     groups = size(model, "num_key_value_heads", heads)
     biased = kind == "qwen2" or bool(model.get("attention_bias", False))
     for name, count in (("q", heads), ("k", groups), ("v", groups)):
@@ -223,9 +232,8 @@ def _experts(model: Mapping[str, Any], kind: str, layer: int) -> int:
     if kind in ("llama", "qwen2", "qwen3"):
         return 0
     if kind == "qwen3_moe":
-        dense = model.get("mlp_only_layers") or []
-        every = size(model, "decoder_sparse_step", 1)
-        sparse = layer not in dense and (layer + 1) % every == 0
+        dense = layer in entries(model, "mlp_only_layers")
+        sparse = not dense and (layer + 1) % size(model, "decoder_sparse_step", 1) == 0
         return size(model, "num_experts") if sparse else 0
     first = size(model, "first_k_dense_replace", 0, largest=MOST_LAYERS)
     return size(model, "n_routed_experts") if layer >= first else 0
