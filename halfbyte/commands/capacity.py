@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from halfbyte.core import Checkpoint
     from halfbyte.kvcache.sizes import Format, Weights
 
+GPUS = 8
+"""Of a server, if not told."""
+
 
 def capacity(
     source: Annotated[
@@ -29,7 +33,15 @@ def capacity(
             " name of `quantize models`.",
         ),
     ],
-    gpus: Annotated[int, typer.Option("--gpus", min=1, max=1024, help="GPUs of a server.")] = 8,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            "--gpus",
+            min=1,
+            max=1024,
+            help="GPUs of a server. [default: 8, or fewer if 8 cannot share the heads]",
+        ),
+    ] = None,
     gpu: Annotated[
         str,
         typer.Option(
@@ -95,15 +107,17 @@ def capacity(
 
     console = open_console(json)
     fraction = planner.FRACTION if memory_fraction is None else memory_fraction
-    node = planner.Node(planner.find_gpu(gpu), gpus, fraction, dp_attention)
+    kind = planner.find_gpu(gpu)
     model = _open(source)
     attention = read_attention(model.config)
+    count = gpus or (GPUS if dp_attention else math.gcd(GPUS, attention.query_heads))
+    node = planner.Node(kind, count, fraction, dp_attention)
     tokens = _context(context, attention.context)
     page = page_size or planner.default_page(attention)
     layers = None if mtp else attention.layers
     found = _weights(console, model, (weights,) if weights else FORMATS, layers)
     answer = tables.Answer(
-        source=source,
+        source=source if model.checkpoint is None else model.checkpoint.origin,
         attention=attention,
         stored=model.stored,
         node=node,
@@ -125,6 +139,9 @@ def capacity(
             for cache in ((kv,) if kv else planner.CACHES)
         ),
     )
+    if svg is not None:
+        _draw(svg, answer)
+        console.note(f"{svg} written")
     for line in tables.summary(answer):
         console.line(line)
     for table in (tables.capacity_table(answer), tables.parts_table(answer)):
@@ -133,9 +150,6 @@ def capacity(
     console.line()
     for line in tables.notes(answer):
         console.line(line)
-    if svg is not None:
-        _draw(svg, answer)
-        console.note(f"{svg} written")
     console.result(tables.record(answer))
     if not any(each.fits for each in answer.capacities):
         raise typer.Exit(EXIT_FAILURE)

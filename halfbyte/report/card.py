@@ -309,7 +309,8 @@ def _pools(output: Output) -> str:
         " by arithmetic and takes the source, decode is bound by memory and takes this model."
         f" Estimated for an FP8 cache of {cache.per_token:,} bytes a token and a GPU, and"
         f" {node.fraction:g} of free memory for weights and cache; `quantize capacity` has the"
-        " assumptions, and other GPUs. Accuracy with an FP8 cache is a question of its own.\n\n"
+        " assumptions, and other GPUs. vLLM takes the same `--kv-cache-dtype`. Accuracy with an FP8"
+        " cache is a question of its own.\n\n"
         f"{table(head, rows, numbers=(2, 3))}"
     )
 

@@ -13,6 +13,7 @@ import pytest
 from halfbyte import cli
 from halfbyte.kvcache.planner import FRACTION
 from halfbyte.testing.glm52 import glm52_config
+from halfbyte.testing.hub import LoopbackHub
 
 
 class Outcome(NamedTuple):
@@ -111,6 +112,20 @@ def test_a_checkpoint_by_its_headers_and_what_comes_of_it(
     assert stored / 4 < each[0] < stored
 
 
+def test_a_repository_is_read_by_its_headers(
+    capacity: Capacity, tiny: Path, tmp_path: Path
+) -> None:
+    with LoopbackHub(tmp_path / "hub") as hub:
+        hub.add("someone/Tiny-FP8", tiny)
+        with hub.in_use(tmp_path / "home"):
+            remote = capacity("someone/Tiny-FP8", "--json").document
+        name = f"someone/Tiny-FP8@{hub.repos['someone/Tiny-FP8'].refs['main']}"
+    local = capacity(tiny, "--json").document
+    assert remote == local | {"source": name}
+    # Eight GPUs, if not told, but four heads.
+    assert local["gpus"] == 4
+
+
 def test_plan_names_the_pools(
     capacity: Capacity, tiny: Path, tiny_copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,7 +205,7 @@ def test_a_dense_model_has_no_int4_row(capacity: Capacity, tmp_path: Path) -> No
 def test_wrong_usage(
     capacity: Capacity, glm52: Path, words: list[str], code: int, message: str
 ) -> None:
-    outcome = capacity(glm52, "--json", *words)
+    outcome = capacity(glm52, *words)
     assert (outcome.exit_code, outcome.stdout) == (code, "")
     assert message in outcome.stderr
 
