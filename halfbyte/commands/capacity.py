@@ -240,7 +240,8 @@ def _draw(path: Path, answer: Answer) -> None:
 
     if path.is_dir():
         raise UsageError(f"--svg {path} is a folder", hint="name a file: --svg tokens.svg")
-    model = answer.attention.model_type if answer.stored is None else Path(answer.source).name
+    name = Path(answer.source).name.partition("@")[0]
+    model = answer.attention.model_type if answer.stored is None else name
     title = f"Tokens of KV cache: {model} on {on(answer.node)}"
     note = (
         f"{answer.node.fraction:g} of free memory for weights and cache;"

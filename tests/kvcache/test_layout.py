@@ -40,6 +40,32 @@ def test_bytes_of_a_token(config: dict[str, Any], kv: Kv, expected: int) -> None
     assert per_token(config, kv) == expected
 
 
+@pytest.mark.parametrize(
+    ("config", "kv", "gpus", "mtp", "expected"),
+    [
+        (DEEPSEEK_V3, "bf16", 4, False, 70_272),
+        (DEEPSEEK_V3, "bf16", 4, True, 71_424),
+        (DEEPSEEK_V3, "fp8", 8, True, 35_712),
+        (GLM_52, "bf16", 8, False, 92_628),
+        (GLM_52, "bf16", 1, True, 93_912),
+        (GLM_52, "fp8", 4, False, 53_940),
+        (GLM_52, "fp8", 8, True, 54_728),
+        (GLM_52, "fp8-raw", 8, False, 47_700),
+        (GLM_52, "fp8-raw", 8, True, 48_408),
+        (GLM_45, "bf16", 1, True, 380_928),
+        (GLM_45, "fp8", 4, False, 47_104),
+        (QWEN3_235B, "bf16", 4, True, 48_128),
+        (QWEN3_235B, "fp8", 8, True, 24_064),
+        (LLAMA_2_7B, "fp8", 4, True, 65_536),
+    ],
+)
+def test_bytes_of_a_token_as_sglang_counts_them(
+    config: dict[str, Any], kv: Kv, gpus: int, mtp: bool, expected: int
+) -> None:
+    """By `DefaultPoolConfigurator` of SGLang 0.5.23, run with these configs on a CPU."""
+    assert per_token(config, kv, gpus, mtp=mtp) == expected
+
+
 def test_pools_of_glm_52() -> None:
     parts = kv_parts(read_attention(GLM_52), "fp8", 8)
     assert [(part.name, part.layers, part.row) for part in parts] == [
