@@ -9,7 +9,7 @@ from halfbyte.console import Column, Table
 from halfbyte.core import Plan
 from halfbyte.errors import HalfbyteError
 from halfbyte.formats.servers import parallel_gpus
-from halfbyte.kvcache.advice import Pool, disaggregated
+from halfbyte.kvcache.advice import Apart, disaggregated
 from halfbyte.kvcache.layout import Attention
 from halfbyte.kvcache.planner import Capacity, Node, assumptions
 from halfbyte.kvcache.sizes import Format, sum_up
@@ -165,7 +165,7 @@ def _formats(answer: Answer) -> list[str]:
 class Serving:
     """Which checkpoint of a plan serves which pool, or why that is not known."""
 
-    pools: tuple[Pool, ...]
+    apart: Apart | None
     unknown: str | None = None
 
     @classmethod
@@ -182,12 +182,14 @@ class Serving:
         try:
             return cls(disaggregated(config, gpus, (source, before), (output, after)))
         except HalfbyteError as error:
-            return cls((), str(error))
+            return cls(None, str(error))
 
 
 def serving_record(serving: Serving) -> dict[str, Any]:
     """Pools as JSON; sizes in bytes, of one GPU."""
+    apart = serving.apart
     return {
+        "reason": None if apart is None else apart.reason,
         "pools": [
             {
                 "role": pool.role,
@@ -201,7 +203,7 @@ def serving_record(serving: Serving) -> dict[str, Any]:
                 "tokens": pool.capacity.tokens,
                 "sglang_flags": list(pool.flags),
             }
-            for pool in serving.pools
+            for pool in (() if apart is None else apart.pools)
         ],
         "unknown": serving.unknown,
     }
@@ -209,14 +211,16 @@ def serving_record(serving: Serving) -> dict[str, Any]:
 
 def serving_lines(serving: Serving) -> list[str]:
     """The lines below a plan's table: a pool each, and what it needs."""
-    if serving.unknown is not None:
+    apart = serving.apart
+    if apart is None:
         return [f"serving      room for KV cache is not estimated: {serving.unknown}"]
-    node = serving.pools[0].node
+    node = apart.decode.node
     lines = [
         f"serving      prefill and decode apart, each on {node.gpus} x {node.gpu.name}, FP8 cache,"
-        f" {node.fraction:g} of free memory; `quantize capacity` for others"
+        f" {node.fraction:g} of free memory; `quantize capacity` for others",
+        f"             {apart.reason}",
     ]
-    for pool in serving.pools:
+    for pool in apart.pools:
         found = pool.capacity
         fits = f"{found.tokens:,} tokens of KV cache" if found.fits else "does not fit"
         lines.append(

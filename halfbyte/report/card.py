@@ -289,10 +289,10 @@ def _pools(output: Output) -> str:
     before, after = output.per_gpu(gpus)
     source = output.report.origin.name
     try:
-        pools = disaggregated(output.config, gpus, (source, before), (output.name, after))
+        apart = disaggregated(output.config, gpus, (source, before), (output.name, after))
     except HalfbyteError as error:
         return f"\nRoom for KV cache is not estimated: {escape(str(error))}.\n"
-    node, cache = pools[0].node, pools[0].capacity
+    node, cache = apart.decode.node, apart.decode.capacity
     rows = [
         [
             pool.role,
@@ -301,16 +301,15 @@ def _pools(output: Output) -> str:
             f"{pool.capacity.tokens:,}" if pool.capacity.fits else "does not fit",
             code(" ".join(pool.flags)),
         ]
-        for pool in pools
+        for pool in apart.pools
     ]
     head = ["pool", "checkpoint", "weights a GPU", "tokens of KV cache", "flags of SGLang"]
     return (
-        f"\nWith prefill and decode apart, each on {node.gpus} x {node.gpu.name}: prefill is bound"
-        " by arithmetic and takes the source, decode is bound by memory and takes this model."
-        f" Estimated for an FP8 cache of {cache.per_token:,} bytes a token and a GPU, and"
-        f" {node.fraction:g} of free memory for weights and cache; `quantize capacity` has the"
-        " assumptions, and other GPUs. vLLM takes the same `--kv-cache-dtype`. Accuracy with an FP8"
-        " cache is a question of its own.\n\n"
+        f"\nWith prefill and decode apart, each on {node.gpus} x {node.gpu.name}:"
+        f" {apart.reason}. Estimated for an FP8 cache of {cache.per_token:,} bytes a token and a"
+        f" GPU, and {node.fraction:g} of free memory for weights and cache; `quantize capacity` has"
+        " the assumptions, and other GPUs. vLLM takes the same `--kv-cache-dtype`. Accuracy with an"
+        " FP8 cache is a question of its own.\n\n"
         f"{table(head, rows, numbers=(2, 3))}"
     )
 

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halfbyte.errors import UsageError
-from halfbyte.kvcache.advice import disaggregated
 from halfbyte.kvcache.layout import Kv, read_attention
 from halfbyte.kvcache.planner import (
     CONTEXT_BYTES,
@@ -152,19 +151,3 @@ def test_every_assumption_is_said() -> None:
     qwen = assumptions(read_attention(QWEN3_235B), Node(GPUS["h200"], 4), 16, mtp=True)
     assert "heads of keys and values are divided" in "\n".join(qwen)
     assert not any("MTP" in line or "index" in line.split(":")[0] for line in qwen)
-
-
-def test_prefill_takes_the_source_and_decode_the_output() -> None:
-    source, output = (
-        sum_up(format_sizes(tensors_of(GLM_52), form)).on_each(8, 8) for form in ("fp8", "int4")
-    )
-    prefill, decode = disaggregated(GLM_52, 8, ("GLM-FP8", source), ("GLM-INT4", output))
-    assert (prefill.role, prefill.capacity.weights) == ("prefill", "GLM-FP8")
-    assert (decode.role, decode.capacity.weights) == ("decode", "GLM-INT4")
-    assert prefill.capacity.tokens == capacity(GLM_52, "fp8", "fp8").tokens
-    assert decode.capacity.tokens == capacity(GLM_52, "int4", "fp8").tokens
-    assert " ".join(decode.flags) == (
-        "--tp-size 8 --kv-cache-dtype fp8_e4m3 --disaggregation-mode decode"
-    )
-    alone, _ = disaggregated(GLM_52, 1, ("a", 1), ("b", 1))
-    assert "--tp-size" not in alone.flags

@@ -139,7 +139,8 @@ def test_pools_of_the_card(make_output: MakeOutput) -> None:
         f"| decode | GLM-5.2-INT4 | 55.2 GiB | 1,185,472 | <code>{flags} decode</code> |"
     ) in body.splitlines()
     assert "an FP8 cache of 54,728 bytes a token" in body
-    assert "each on 8 x H200" in body
+    assert "each on 8 x H200: prefill is bound by arithmetic and takes the source," in body
+    assert "takes INT4, with room for 2.31 times the tokens." in body
 
 
 TABLE = ("table", "thead", "tbody", "tr", "th", "td")
