@@ -40,7 +40,7 @@ CONTEXT_BYTES = round(1.3 * GIB)
 """What CUDA's context and NCCL take before weights are loaded; assumed."""
 FRACTION = 0.835
 """Of free memory, for weights and KV cache: with this one value three published pools on eight H200
-come out within 0.5 %. SGLang's own default for them is 0.929, and leaves less for activations."""
+come out within 0.5 %. Servers choose theirs by what they need for activations and graphs."""
 LATENT_PAGE, PAGE = 64, 16
 """Tokens of a page: of FlashMLA and DSA, and of vLLM for keys and values."""
 CONTEXT = 32_768
@@ -85,7 +85,7 @@ def find_gpu(name: str) -> Gpu:
     """A GPU by its name, or by its memory: `h200`, `96GiB`. Raises UsageError for neither."""
     if known := GPUS.get(name.lower()):
         return known
-    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)\s*(GiB|GB)", name, flags=re.IGNORECASE)
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)\s*(GiB|GB)", name, flags=re.I | re.ASCII)
     if match and float(match[1]):
         step = GIB if match[2].lower() == "gib" else 10**9
         return Gpu(f"GPU with {match[1]} {match[2]}", round(float(match[1]) * step))
