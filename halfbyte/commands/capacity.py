@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from halfbyte.commands.options import Json, open_console
+from halfbyte.commands.options import Json, RecipeName, open_console
 from halfbyte.console import EXIT_FAILURE
 from halfbyte.errors import OutputError, RecipeError, UsageError
 
@@ -58,6 +58,7 @@ def capacity(
         Literal["int4", "fp8", "bf16"] | None,
         typer.Option("--weights", help="Format of the weights. [default: all three]"),
     ] = None,
+    recipe: RecipeName = None,
     memory_fraction: Annotated[
         float | None,
         typer.Option(
@@ -109,17 +110,21 @@ def capacity(
     fraction = planner.FRACTION if memory_fraction is None else memory_fraction
     kind = planner.find_gpu(gpu)
     model = _open(source)
+    forms: tuple[Format, ...] = (weights,) if weights else FORMATS
+    if recipe is not None:
+        _require_plan(model, forms)
     attention = read_attention(model.config)
     count = gpus or (GPUS if dp_attention else math.gcd(GPUS, attention.query_heads))
     node = planner.Node(kind, count, fraction, dp_attention)
     tokens = _context(context, attention.context)
     page = page_size or planner.default_page(attention)
     layers = None if mtp else attention.layers
-    found = _weights(console, model, (weights,) if weights else FORMATS, layers)
+    found = _weights(console, model, forms, recipe, layers)
     answer = tables.Answer(
         source=source if model.checkpoint is None else model.checkpoint.origin,
         attention=attention,
         stored=model.stored,
+        recipe=recipe or model.recipe,
         node=node,
         context=tokens,
         page=page,
@@ -163,6 +168,25 @@ class _Model:
     checkpoint: Checkpoint | None = None
     stored: Format | None = None
 
+    @property
+    def recipe(self) -> str:
+        """That `quantize` takes if not told."""
+        from halfbyte.models import DEFAULT_RECIPE, recipe_for
+
+        return DEFAULT_RECIPE if self.checkpoint is None else recipe_for(self.checkpoint)
+
+
+def _require_plan(model: _Model, forms: tuple[Format, ...]) -> None:
+    """Raises UsageError where no plan is made, so that a recipe would say nothing."""
+    if "int4" not in forms:
+        raise UsageError("--recipe is of INT4 weights", hint="--weights int4")
+    if model.stored in (None, "int4"):
+        what = "a config.json alone" if model.stored is None else "INT4 already"
+        raise UsageError(
+            f"--recipe plans what becomes of a checkpoint, and this is {what}",
+            hint="name the checkpoint to be quantized, by its folder or repository",
+        )
+
 
 def _open(source: str) -> _Model:
     """A source by its config.json alone, if that is all there is, or by its headers."""
@@ -181,24 +205,28 @@ def _open(source: str) -> _Model:
 
 
 def _weights(
-    console: Console, model: _Model, forms: tuple[Format, ...], layers: int | None
+    console: Console,
+    model: _Model,
+    forms: tuple[Format, ...],
+    recipe: str | None,
+    layers: int | None,
 ) -> list[tuple[Format, Weights]]:
     """The weights of so many decoder layers, or of all, in each format. One that the model cannot
-    have is left out with a warning, or an error when it is the only one."""
+    have is left out with a warning, or an error when it was asked for."""
     from halfbyte.kvcache.sizes import sum_up
 
     found = []
     for form in forms:
         try:
-            found.append((form, sum_up(_sizes(model, form), layers)))
+            found.append((form, sum_up(_sizes(model, form, recipe or model.recipe), layers)))
         except RecipeError as error:
-            if len(forms) == 1:
+            if len(forms) == 1 or recipe is not None:
                 raise
             console.warning(f"{form} weights are left out: {error}")
     return found
 
 
-def _sizes(model: _Model, form: Format) -> Iterator[tuple[str, int]]:
+def _sizes(model: _Model, form: Format, recipe: str) -> Iterator[tuple[str, int]]:
     """Names and bytes of a model's tensors in a format."""
     from halfbyte.kvcache import sizes
 
@@ -210,11 +238,10 @@ def _sizes(model: _Model, form: Format) -> Iterator[tuple[str, int]]:
     if form != "int4":
         return sizes.format_sizes(sizes.stored_tensors(checkpoint), form)
     from halfbyte.core import Settings
-    from halfbyte.models import recipe_for
     from halfbyte.quantize.plan import make_plan
     from halfbyte.quantize.recipe import load_recipe
 
-    plan = make_plan(checkpoint, load_recipe(recipe_for(checkpoint)), Settings(method="rtn"))
+    plan = make_plan(checkpoint, load_recipe(recipe), Settings(method="rtn"))
     return ((output.name, output.nbytes) for t in plan.tensors for output in t.outputs)
 
 

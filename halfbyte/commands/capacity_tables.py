@@ -24,6 +24,8 @@ class Answer:
     attention: Attention
     stored: Format | None
     """The source's own format; None of a config.json alone."""
+    recipe: str
+    """Of INT4 weights that a plan gives."""
     node: Node
     context: int
     page: int
@@ -140,7 +142,7 @@ def _formats(answer: Answer) -> list[str]:
         if form == answer.stored:
             origin = "by the headers"
         elif form == "int4" and answer.stored is not None:
-            origin = "by the plan of `quantize`, recipe glm-5"
+            origin = f"by the plan of `quantize`, recipe {answer.recipe}"
         elif form == "int4":
             origin = "routed experts in groups of 32, everything else BF16"
         elif form == "fp8":

@@ -157,6 +157,26 @@ def test_plan_names_the_pools(
     assert "not estimated: config.json has model_type 'other', whose KV cache is not known" in shown
 
 
+def test_a_recipe_is_planned(capacity: Capacity, tiny: Path, glm52: Path, tmp_path: Path) -> None:
+    def int4(*words: object) -> Any:
+        document = capacity(tiny, "--weights", "int4", "--json", *words).document
+        return document["capacities"][0]["weights_on_each"], document["assumptions"]
+
+    (default, _), (rest, said) = int4(), int4("--recipe", "glm-5-fp8-rest")
+    assert rest < default
+    assert any(line.endswith("recipe glm-5-fp8-rest") for line in said)
+    for words, message in [
+        ([glm52], "this is a config.json alone"),
+        ([tiny, "--weights", "fp8"], "--recipe is of INT4 weights"),
+    ]:
+        outcome = capacity(*words, "--recipe", "glm-5")
+        assert (outcome.exit_code, outcome.stdout) == (2, "")
+        assert message in outcome.stderr
+    assert capacity(tiny, "--recipe", "absent").exit_code == 1
+    assert cli.main([str(tiny), "--to", "int4", "--method", "rtn", "-o", f"{tmp_path / 'o'}"]) == 0
+    assert "this is INT4 already" in capacity(tmp_path / "o", "--recipe", "glm-5").stderr
+
+
 def test_the_fraction_of_the_help_is_the_planners(capacity: Capacity) -> None:
     assert f"[default: {FRACTION}]" in " ".join(capacity("-h").stdout.split())
 
