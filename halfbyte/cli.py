@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from halfbyte import __version__, env
-from halfbyte.commands import bench, capacity, convert, look, measure, publish
+from halfbyte.commands import bench, capacity, convert, kv, look, measure, publish
 from halfbyte.console import Console, explain
 from halfbyte.errors import UsageError
 
@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
     "run": convert.run,
     "plan": convert.plan,
     "capacity": capacity.capacity,
+    "kv": kv.kv,
     "inspect": look.inspect,
     "verify": look.verify,
     "eval": measure.evaluate,
@@ -52,6 +53,9 @@ EXAMPLES: Mapping[str, str] = {
   quantize capacity GLM-5.2-FP8
   quantize capacity config.json --gpus 8 --gpu h200 --kv fp8 --context 131072
   quantize capacity GLM-5.2-FP8 --dp-attention --svg tokens.svg --json""",
+    "kv": """
+  quantize kv GLM-5.2-FP8 --calibration text.jsonl
+  quantize kv GLM-5.2-FP8 --calibration text.jsonl --long-samples 8 --json""",
     "inspect": """
   quantize inspect GLM-5.2-FP8
   quantize inspect GLM-5.2-INT4 --json""",

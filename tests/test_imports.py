@@ -20,7 +20,8 @@ FILES = sorted(set(PACKAGE.rglob("*.py")) - set((PACKAGE / "demo").rglob("*.py")
 BASE = {"core", "devices", "env", "errors", "models", "progress", "ranks", "units"}
 FORMATS = BASE | {"kernels"}
 METHODS = FORMATS | {"formats"}
-EVALS = METHODS | {"calibration", "quantize"}
+CALIBRATION = METHODS | {"kvcache"}
+EVALS = CALIBRATION | {"calibration", "quantize"}
 CONSOLE = BASE | {"console", "progress_display"}
 
 MAY_IMPORT = {
@@ -35,15 +36,15 @@ MAY_IMPORT = {
     "kernels": BASE,
     "formats": FORMATS,
     "kvcache": METHODS,
-    "calibration": METHODS,
+    "calibration": CALIBRATION,
     "quantize": METHODS | {"calibration"},
     "evals": EVALS,
-    "report": EVALS | {"evals", "kvcache"},
+    "report": EVALS | {"evals"},
     "testing": METHODS,
     "__init__": EVALS | {"evals"},
     "progress_display": BASE,
     "console": CONSOLE,
-    "commands": CONSOLE | EVALS | {"evals", "kvcache", "report", "publish", "__init__"},
+    "commands": CONSOLE | EVALS | {"evals", "report", "publish", "__init__"},
     "cli": CONSOLE | {"commands", "__init__"},
     "__main__": {"cli"},
     "publish": EVALS | {"evals"},
@@ -74,6 +75,7 @@ STARTS_WITHOUT_THEM = (
     "halfbyte.formats.weights",
     "halfbyte.kernels.decode_time",
     "halfbyte.kvcache.planner",
+    "halfbyte.kvcache.ranges",
     "halfbyte.models",
     "halfbyte.quantize.plan",
     "halfbyte.quantize.recipe",

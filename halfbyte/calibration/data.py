@@ -72,6 +72,14 @@ def consecutive_windows(
     return windows.long()
 
 
+def longest_windows(path: Path, tokenizer_dir: Path, samples: int, longest: int) -> torch.Tensor:
+    """`samples` windows as long as the text allows, `longest` tokens at most, in order: int64
+    [samples, length]. Raises CalibrationError as `token_windows` does."""
+    tokens = len(_windows(path, tokenizer_dir, 1, needed=samples))
+    length = min(longest, tokens // samples)
+    return _windows(path, tokenizer_dir, length, needed=samples)[:samples].long()
+
+
 def text_sha256(tokens: torch.Tensor) -> str:
     """SHA-256 of token ids and their shape: what `Settings.calibration_sha256` records."""
     shape = ",".join(str(size) for size in tokens.shape)

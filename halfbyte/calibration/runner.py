@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from halfbyte.calibration.architecture import Architecture
+from halfbyte.calibration.attention import put_cache
 from halfbyte.calibration.indexer import SlicedIndexer
 from halfbyte.calibration.limits import BATCH_TOKENS, EXPERT_TOKENS
 from halfbyte.calibration.routing import Dispatch, ExpertsTakenOut, Routing
@@ -28,6 +29,7 @@ from halfbyte.errors import CalibrationError, CheckpointError
 from halfbyte.formats.rows import Rows, new_rows
 from halfbyte.formats.shards import Checks, ShardReader
 from halfbyte.kernels.reference import add_rows, silu_gated
+from halfbyte.kvcache.rows import Cache
 
 EXPERT_LINEARS = ("gate_proj", "up_proj", "down_proj")
 
@@ -274,19 +276,30 @@ class LayerRunner:
         # A token reaches an expert once, so the order of additions is that of the experts.
         add_rows(hidden, rows, output, dispatch.weight(expert))
 
-    def advance(self, index: int, state: State) -> None:
-        """Move `state` through layer `index` as the checkpoint holds it, experts one at a time."""
-        routing = self.forward(self.load_layer(index), state)
-        if routing is not None:
-            whole, inputs, dispatch = state.hidden[:], routing.hidden[:], routing.dispatch()
-            for expert in range(routing.experts):
-                if dispatch.tokens(expert):
-                    gate_up = self.load_experts(index, [expert], ("gate_proj", "up_proj"))[0]
-                    down = self.load_experts(index, [expert], ("down_proj",))[0]
-                    weights = {"gate_up": gate_up, "down": down}
+    def advance(self, index: int, *states: State, cache: Cache | None = None) -> None:
+        """Move each of `states`, whose sequences may differ in length, through layer `index` as the
+        checkpoint holds it, experts one at a time. With `cache` the layer attends to what that
+        gives back."""
+        layer = self.load_layer(index)
+        if cache is not None:
+            put_cache(layer.get_submodule("self_attn"), cache)
+        routed = []
+        # The longest first: sequences of at most index_topk tokens take the layer's indexer away.
+        for state in sorted(states, key=lambda state: -state.hidden.shape[1]):
+            if (routing := self.forward(layer, state)) is not None:
+                routed.append((state, state.hidden[:], routing.hidden[:], routing.dispatch()))
+        experts = self.architecture.config.n_routed_experts if routed else 0
+        for expert in range(experts):
+            if any(dispatch.tokens(expert) for *_, dispatch in routed):
+                gate_up = self.load_experts(index, [expert], ("gate_proj", "up_proj"))[0]
+                down = self.load_experts(index, [expert], ("down_proj",))[0]
+                weights = {"gate_up": gate_up, "down": down}
+                for _, whole, inputs, dispatch in routed:
                     self.add_expert(whole.flatten(0, 1), inputs, dispatch, expert, weights)
+        for state, whole, *_ in routed:
             state.hidden[:] = whole
-        check_finite(state.hidden, f"layer {index}")
+        for state in states:
+            check_finite(state.hidden, f"layer {index}")
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -1,0 +1,117 @@
+"""`quantize kv`: whether an FP8 KV cache holds what a model caches, and what makes it so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from halfbyte.commands.options import (
+    Device,
+    Dtype,
+    Json,
+    Quiet,
+    Samples,
+    Seed,
+    SequenceLength,
+    Source,
+    Verbose,
+    open_console,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from halfbyte.core import Checkpoint
+
+LONGEST = 32_768
+"""Tokens of a long sequence, if not told."""
+
+
+def kv(
+    source: Source,
+    calibration: Annotated[
+        Path,
+        typer.Option("--calibration", help="Text to read: .jsonl with a `text` each, or .txt."),
+    ],
+    samples: Samples = 64,
+    sequence_length: SequenceLength = 512,
+    long_samples: Annotated[
+        int,
+        typer.Option(
+            "--long-samples",
+            min=0,
+            help="Long sequences read besides, as long as text and model allow; 0 for none.",
+        ),
+    ] = 4,
+    long_length: Annotated[
+        int | None,
+        typer.Option(
+            "--long-length",
+            min=1,
+            help="Tokens of a long sequence at most. [default: 32768, or the model's]",
+        ),
+    ] = None,
+    seed: Seed = 0,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Measure the values that a model caches, and say whether an FP8 cache holds them.
+
+    Layer by layer, in the memory of one. Latent rows (MLA) get no scales: SGLang ignores them when
+    it writes and applies them when it reads.
+    """
+    from halfbyte.calibration.kv import measure_ranges
+    from halfbyte.commands import kv_tables as tables
+    from halfbyte.devices import resolve_device, resolve_dtype
+    from halfbyte.formats.source import open_source
+
+    console = open_console(json, quiet, verbose)
+    device = resolve_device(device)
+    checkpoint = open_source(source)
+    windows = _windows(
+        checkpoint, calibration, samples, sequence_length, seed, long_samples, long_length
+    )
+    with console.working() as progress:
+        ranges = measure_ranges(
+            checkpoint,
+            windows,
+            device=device,
+            dtype=resolve_dtype(dtype, device),
+            progress=progress,
+        )
+    for line in tables.summary(ranges):
+        console.line(line)
+    console.line()
+    console.table(tables.ranges_table(ranges))
+    console.line()
+    for line in tables.verdict(ranges):
+        console.line(line)
+    console.result(tables.record(ranges))
+
+
+def _windows(
+    checkpoint: Checkpoint,
+    text: Path,
+    samples: int,
+    length: int,
+    seed: int,
+    long_samples: int,
+    long_length: int | None,
+) -> list[torch.Tensor]:
+    """The sequences to read. Long ones that are no longer than the others are left out."""
+    from halfbyte.calibration.data import longest_windows, token_windows
+    from halfbyte.kvcache.layout import read_attention
+
+    context = read_attention(checkpoint.config).context or LONGEST
+    longest = min(long_length or LONGEST, context)
+    windows = [token_windows(text, checkpoint.path, samples, length, seed)]
+    if long_samples and longest > length:
+        long = longest_windows(text, checkpoint.path, long_samples, longest)
+        if long.shape[1] > length:
+            windows.append(long)
+    return windows
