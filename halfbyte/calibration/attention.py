@@ -8,12 +8,26 @@ which reach transformers' attention interface as they are cached.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from halfbyte.kvcache.rows import Cache
+from halfbyte.core import Checkpoint
+from halfbyte.kvcache.layout import Kv, Latent, read_attention
+from halfbyte.kvcache.rows import Cache, cache_of
+from halfbyte.kvcache.scales import read_scales
+
+
+def layer_caches(checkpoint: Checkpoint, kv: Kv) -> Callable[[int], Cache]:
+    """The cache of each layer of a checkpoint, with the scales that it holds.
+
+    Raises UnsupportedModelError for a model whose cache is not known.
+    """
+    attention = read_attention(checkpoint.config)
+    scales = {} if isinstance(attention.rows, Latent) else read_scales(checkpoint)
+    return lambda layer: cache_of(attention, kv, scales.get(layer, (1.0, 1.0)))
 
 
 def put_cache(attention: nn.Module, cache: Cache) -> None:

@@ -23,6 +23,7 @@ from halfbyte.errors import UsageError
 if TYPE_CHECKING:
     from halfbyte.evals.endpoint import Endpoint
     from halfbyte.evals.engines import Backend
+    from halfbyte.kvcache.layout import Kv
 
 BackendName = Literal["hf", "vllm", "sglang"]
 Api = Literal["openai", "sglang"]
@@ -75,6 +76,14 @@ def evaluate(
             "--backend-arg",
             metavar="NAME=VALUE",
             help="Argument of vllm or sglang, as tensor_parallel_size=8; may be repeated.",
+        ),
+    ] = None,
+    kv_cache: Annotated[
+        Literal["bf16", "fp8", "fp8-raw"] | None,
+        typer.Option(
+            "--kv-cache",
+            help="Format of the KV cache. In this process rows are rounded as servers store them."
+            " [default: as computed]",
         ),
     ] = None,
     endpoint: Annotated[
@@ -161,7 +170,7 @@ def evaluate(
         raise UsageError("--fresh: answers are only kept beside a report", hint="add -o FILE")
     if output is not None and output.is_dir():
         raise UsageError(f"-o {output} is a folder", hint="name a file: -o evaluation.json")
-    elsewhere = _engine(backend, backend_argument, endpoint, api, model)
+    elsewhere = _engine(backend, backend_argument, endpoint, api, model, kv_cache)
     if tasks is None and tool_calls is None and max_new_tokens is not None:
         raise UsageError("there are no tasks to answer", hint="add --tasks FOLDER")
     if elsewhere is not None and tasks is None and tool_calls is None:
@@ -175,6 +184,10 @@ def evaluate(
         raise UsageError(
             "--device is where transformers computes",
             hint="leave it out; vLLM and SGLang use the GPUs of CUDA_VISIBLE_DEVICES",
+        )
+    if endpoint is not None and kv_cache is not None:
+        raise UsageError(
+            "--kv-cache: a server has the cache it was started with", hint="leave it out"
         )
     if endpoint is not None and text is None and dtype != "auto":
         raise UsageError("--dtype: a server computes as it was started", hint="leave it out")
@@ -199,7 +212,7 @@ def evaluate(
         tasks=source,
         names=tuple(task or ()),
         tool_calls=tool_calls,
-        engine=elsewhere or engines.TRANSFORMERS,
+        engine=elsewhere or engines.Backend(kv_cache=kv_cache),
         limit=limit,
         batch_size=batch_size,
         max_length=max_length,
@@ -241,6 +254,7 @@ def _engine(
     endpoint: str | None,
     api: Api | None,
     model: str | None,
+    kv_cache: Kv | None,
 ) -> Backend | Endpoint | None:
     """What answers instead of transformers in this process; None if nothing does."""
     from halfbyte.evals.client import server_root
@@ -264,7 +278,7 @@ def _engine(
                 "--backend-arg is for vLLM and SGLang", hint="add --backend vllm or sglang"
             )
         return None
-    return Backend(backend, parse_arguments(arguments or []))
+    return Backend(backend, parse_arguments(arguments or []), kv_cache)
 
 
 def gate(

@@ -24,6 +24,7 @@ from halfbyte.evals.asking import Engine
 from halfbyte.evals.endpoint import Endpoint, open_endpoint
 from halfbyte.evals.model import load_model
 from halfbyte.formats.checkpoint import open_checkpoint
+from halfbyte.kvcache.layout import Kv
 from halfbyte.progress import Progress
 
 BackendName = Literal["hf", "vllm", "sglang"]
@@ -46,7 +47,15 @@ class Backend:
 
     name: BackendName = "hf"
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    kv_cache: Kv | None = None
+    """Format of its KV cache; None leaves it to the engine, which transformers computes without."""
 
+
+KV_DTYPES: Mapping[BackendName, Mapping[Kv, str]] = {
+    "vllm": {"bf16": "bfloat16", "fp8": "fp8"},
+    "sglang": {"bf16": "bfloat16", "fp8": "fp8_e4m3"},
+}
+"""What engines call the formats. Which rows `fp8` means for a latent is theirs to choose."""
 
 TRANSFORMERS = Backend()
 
@@ -83,7 +92,13 @@ def open_engine(
             yield engine
     elif choice.name == "hf":
         yield _transformers(
-            checkpoint_path, batch_size or HF_BATCH, max_length, max_new_tokens, device, dtype
+            checkpoint_path,
+            batch_size or HF_BATCH,
+            max_length,
+            max_new_tokens,
+            device,
+            dtype,
+            choice.kv_cache,
         )
     else:
         yield _scheduled(
@@ -103,6 +118,7 @@ def _transformers(
     max_new_tokens: int,
     device: str,
     dtype: str,
+    kv_cache: Kv | None,
 ) -> Engine:
     """lm-eval's transformers backend around a model that our own code has loaded."""
     from lm_eval.models.huggingface import HFLM
@@ -110,7 +126,7 @@ def _transformers(
     class LanguageModel(HFLM):  # type: ignore[misc]
         max_gen_toks = max_new_tokens  # a constant in lm-eval
 
-    model = load_model(checkpoint_path, dtype=dtype, device=device)
+    model = load_model(checkpoint_path, dtype=dtype, device=device, kv_cache=kv_cache)
     max_length = max_length or model.config.max_position_embeddings
     lm = LanguageModel(
         pretrained=model,
@@ -176,6 +192,13 @@ def scheduled_arguments(
         "max_gen_toks": max_new_tokens,
         "batch_size": "auto",  # all questions that it is given, scheduled by the engine
     }
+    if choice.kv_cache is not None:
+        if choice.kv_cache not in KV_DTYPES[choice.name]:
+            raise UsageError(
+                f"--kv-cache {choice.kv_cache}: {choice.name} has no such option",
+                hint="--kv-cache fp8, in rows of the engine's choice",
+            )
+        arguments["kv_cache_dtype"] = KV_DTYPES[choice.name][choice.kv_cache]
     # Other names of what is set above.
     taken = {*arguments, "max_length", "context_length", "model_path", "model"}
     if both := sorted(taken & choice.arguments.keys()):

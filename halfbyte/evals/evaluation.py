@@ -17,6 +17,7 @@ from halfbyte.evals.suites import Suite
 from halfbyte.evals.tool_files import possible_answers
 from halfbyte.evals.toolcalls import TOOL_CALL_TOKENS, run_tool_calls, together
 from halfbyte.formats.checkpoint import open_checkpoint
+from halfbyte.kvcache.layout import Kv
 from halfbyte.progress import Progress
 
 VERSIONS = ("lm_eval", "torch", "transformers")
@@ -37,7 +38,8 @@ class Evaluation:
     """Of single tasks or groups; all when empty."""
     tool_calls: Path | None = None
     engine: Backend | Endpoint = TRANSFORMERS
-    """What answers the tasks, and the tool calls if it is a server."""
+    """What answers the tasks, and the tool calls if it is a server. The format of its KV cache is
+    that of all that is measured."""
     limit: int | None = None
     batch_size: int | None = None
     max_length: int | None = None
@@ -47,6 +49,11 @@ class Evaluation:
     dtype: str = "float32"
     engine_dtype: str = "float32"
     """Of the engine that answers the tasks, which may know "auto"."""
+
+    @property
+    def kv_cache(self) -> Kv | None:
+        """The format of the KV cache that was asked for."""
+        return self.engine.kv_cache if isinstance(self.engine, Backend) else None
 
     def identity(self) -> Identity:
         """All that decides the result: no other evaluation has the same. A server is asked for
@@ -62,6 +69,7 @@ class Evaluation:
             "evaluator": content_sha256(Path(__file__).parent),
             "device": hardware or self.device,
             "dtype": self.dtype,
+            "KV cache": self.kv_cache or "as computed",
         }
         if self.text is not None:
             parts |= {
@@ -103,6 +111,7 @@ class Evaluation:
                 max_windows=self.max_windows,
                 device=self.device,
                 dtype=self.dtype,
+                kv_cache=self.kv_cache,
                 progress=progress,
             )
         if self.tasks is not None:
@@ -132,12 +141,13 @@ class Evaluation:
                 max_new_tokens=self.max_new_tokens or TOOL_CALL_TOKENS,
                 device=self.device,
                 dtype=self.dtype,
+                kv_cache=self.kv_cache,
                 answers=answers if self.tasks is None else None,
                 progress=progress,
             )
             tasks.append(found)
         made = _fingerprint(self.checkpoint)
-        return EvalReport(str(self.checkpoint), made, text, together(tasks))
+        return EvalReport(str(self.checkpoint), made, text, together(tasks), kv_cache=self.kv_cache)
 
 
 def _fingerprint(checkpoint: Path) -> str:

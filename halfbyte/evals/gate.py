@@ -116,6 +116,8 @@ class GateVerdict:
     baseline: str = ""
     """Fingerprint of the checkpoint, as of `candidate`."""
     candidate: str = ""
+    kv_caches: tuple[str | None, str | None] = (None, None)
+    """Formats of the KV cache that were asked for, the baseline's first."""
 
     @property
     def exit_code(self) -> int:
@@ -127,6 +129,7 @@ class GateVerdict:
             "verdict": self.verdict,
             "baseline": self.baseline,
             "candidate": self.candidate,
+            "kv_cache": dict(zip(("baseline", "candidate"), self.kv_caches, strict=True)),
             "reasons": list(self.reasons),
             "remarks": list(self.remarks),
             "policy": encode(self.policy),
@@ -184,7 +187,12 @@ def gate(
         noise = tuple(_rows(baseline, again, policy)) if again is not None else ()
         remarks = tuple(remarkable(baseline, candidate))
         verdict = replace(verdict, remarks=remarks, noise=noise)
-    return replace(verdict, baseline=baseline.fingerprint, candidate=candidate.fingerprint)
+    return replace(
+        verdict,
+        baseline=baseline.fingerprint,
+        candidate=candidate.fingerprint,
+        kv_caches=(baseline.kv_cache, candidate.kv_cache),
+    )
 
 
 def _judge(baseline: EvalReport, candidate: EvalReport, policy: Policy) -> GateVerdict:

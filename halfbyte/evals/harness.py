@@ -116,6 +116,8 @@ def run_tasks(
             "tasks": {name: str(task.VERSION) for name, task in loaded["tasks"].items()},
             "server": opened.identity,
         }
+        if isinstance(engine, Backend):
+            identity["kv_cache"] = engine.kv_cache
         kept = stack.enter_context(keep_answers(answers, identity, progress))
         results = _evaluate(language_model(opened, kept, progress), loaded, limit)
         reader = AnswerReader(load_tokenizer(checkpoint_path), opened.max_new_tokens)

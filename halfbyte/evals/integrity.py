@@ -21,6 +21,7 @@ MOST_FLAT = 0.01
 IDENTICAL_CHOICES = 20
 """Items whose log-probabilities are all the same bits: two models do not agree by that much."""
 IDENTICAL_TEXTS = 200
+FP8_CACHES = ("fp8", "fp8-raw")
 IDENTICAL_TOKENS = 2000
 """The same for generated text, which is easily the same when it is short."""
 ABOVE_CHANCE = 1.645
@@ -38,16 +39,27 @@ def defects(baseline: EvalReport, candidate: EvalReport, policy: Policy) -> Iter
     ours, theirs = tasks_by_name(baseline), tasks_by_name(candidate)
     for name in sorted(ours.keys() & theirs.keys()):
         yield from _unusable(ours[name], theirs[name], policy)
-    twice = baseline.fingerprint != candidate.fingerprint and _identical(ours, theirs)
+    weights = baseline.fingerprint != candidate.fingerprint
+    cache = candidate.kv_cache in FP8_CACHES and candidate.kv_cache != baseline.kv_cache
+    twice = (weights or cache) and _identical(ours, theirs)
     if twice and _many([answer for task in ours.values() for answer in task.answers]):
+        what = "checkpoints" if weights else "KV caches"
         yield (
-            "every answer is the same, though the checkpoints differ: the same model was asked "
+            f"every answer is the same, though the {what} differ: the same model was asked "
             "twice, or answers came from a cache"
         )
 
 
 def differences(baseline: EvalReport, candidate: EvalReport) -> Iterator[str]:
-    """Every reason why the tasks of two evaluations were not the same, done in the same way."""
+    """Every reason why the tasks of two evaluations were not the same, done in the same way.
+
+    A candidate may have an FP8 cache where the baseline has none: then it is judged by it, too.
+    """
+    if baseline.kv_cache in FP8_CACHES and candidate.kv_cache != baseline.kv_cache:
+        yield (
+            f"the KV cache is {baseline.kv_cache} in the baseline, {_cache(candidate)} in the "
+            "candidate: what the baseline loses by it would hide what the candidate loses"
+        )
     if baseline.tasks is None or candidate.tasks is None:
         sides = {"baseline": baseline, "candidate": candidate}
         without = [side for side, report in sides.items() if report.tasks is None]
@@ -65,6 +77,11 @@ def differences(baseline: EvalReport, candidate: EvalReport) -> Iterator[str]:
 def remarkable(baseline: EvalReport, candidate: EvalReport) -> Iterator[str]:
     """What to know of two evaluations without defects."""
     ours, theirs = tasks_by_name(baseline), tasks_by_name(candidate)
+    if baseline.kv_cache != candidate.kv_cache:
+        yield (
+            f"the KV cache is {_cache(candidate)} in the candidate, {_cache(baseline)} in the "
+            "baseline, so it is judged with the weights"
+        )
     if baseline.fingerprint == candidate.fingerprint:
         same = ours and _identical(ours, theirs)
         yield "both evaluations are of the same checkpoint" + (
@@ -78,6 +95,10 @@ def remarkable(baseline: EvalReport, candidate: EvalReport) -> Iterator[str]:
             if now > max(1, 2 * before):
                 count = len(task.items)
                 yield f"task {name}: {now} of {count:,} answers {what}, {before} of the baseline's"
+
+
+def _cache(report: EvalReport) -> str:
+    return report.kv_cache or "as computed"
 
 
 def _texts_differ(baseline: EvalReport, candidate: EvalReport) -> Iterator[str]:

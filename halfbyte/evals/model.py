@@ -16,19 +16,29 @@ from halfbyte.errors import EvaluationError, UnsupportedModelError
 from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.shards import ShardReader
 from halfbyte.formats.weights import layer_index, logical_weights
+from halfbyte.kvcache.layout import Kv
+from halfbyte.kvcache.scales import is_cache_scale
 
 if TYPE_CHECKING:
     import torch
 
 
-def load_model(checkpoint_path: Path, *, dtype: str = "float32", device: str = "cpu") -> Any:
+def load_model(
+    checkpoint_path: Path,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    kv_cache: Kv | None = None,
+) -> Any:
     """The causal language model of a checkpoint folder, in evaluation mode on `device`.
 
     `dtype` names the compute dtype ("float32", "bfloat16"). Multi-token-prediction layers are left
-    out, as transformers has no place for them. Memory is that of the model plus one weight.
+    out, as transformers has no place for them. Memory is that of the model plus one weight. With
+    `kv_cache` attention reads keys and values as a server's cache in that format gives them back.
 
     Raises CheckpointError for a folder that cannot be read, UnsupportedModelError for a model type
-    that transformers does not know, EvaluationError when the weights do not fit the model.
+    that transformers does not know, or whose cache is not known, EvaluationError when the weights
+    do not fit the model.
     """
     import torch
 
@@ -38,7 +48,7 @@ def load_model(checkpoint_path: Path, *, dtype: str = "float32", device: str = "
     weights = {
         name: weight
         for name, weight in logical_weights(checkpoint).items()
-        if (layer_index(name) or 0) < config.num_hidden_layers
+        if (layer_index(name) or 0) < config.num_hidden_layers and not is_cache_scale(name)
     }
     slots = dict(_slots(model.state_dict()))
     filled = {slots[name].data_ptr() for name in slots.keys() & weights.keys()}
@@ -54,6 +64,12 @@ def load_model(checkpoint_path: Path, *, dtype: str = "float32", device: str = "
     with ShardReader(checkpoint) as reader, torch.no_grad():
         for name, weight in weights.items():
             _fill(slots[name], reader, weight)
+    if kv_cache is not None:
+        from halfbyte.calibration.attention import layer_caches, put_cache
+
+        cache = layer_caches(checkpoint, kv_cache)
+        for number, layer in enumerate(model.model.layers):
+            put_cache(layer.self_attn, cache(number))
     return model.eval()
 
 

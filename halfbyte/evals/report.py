@@ -22,7 +22,7 @@ from halfbyte.evals.record import decode, encode
 from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.files import write_atomic
 
-EVALUATION_SCHEMA = 2
+EVALUATION_SCHEMA = 3
 SAMPLE_BYTES = 512
 
 
@@ -254,6 +254,8 @@ class EvalReport:
     """`checkpoint_fingerprint` of it."""
     text: TextMetrics | None = None
     tasks: TaskResults | None = None
+    kv_cache: str | None = None
+    """Format of the KV cache that was asked for ("bf16", "fp8", "fp8-raw"); None when none was."""
     schema_version: int = EVALUATION_SCHEMA
 
     def to_json(self) -> dict[str, Any]:

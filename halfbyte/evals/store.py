@@ -74,8 +74,8 @@ class BaselineStore:
         return path
 
     def baseline_for(self, candidate: EvalReport) -> EvalReport:
-        """The one evaluation of another checkpoint that asked what `candidate` was asked, in the
-        same way.
+        """The one evaluation of another checkpoint, or with another KV cache, that asked what
+        `candidate` was asked, in the same way.
 
         Raises EvaluationError when there is none, with what the nearest differs in, or when there
         are several.
@@ -83,7 +83,8 @@ class BaselineStore:
         fitting: list[tuple[Path, EvalReport]] = []
         nearest: tuple[int, str] | None = None
         for path, _, report in self._all():
-            if report.fingerprint == candidate.fingerprint:
+            same = report.fingerprint == candidate.fingerprint
+            if same and report.kv_cache == candidate.kv_cache:
                 continue
             found = list(differences(report, candidate))
             if not found:
@@ -92,7 +93,11 @@ class BaselineStore:
                 more = f" and {len(found) - 1} more" if len(found) > 1 else ""
                 nearest = len(found), f"; the nearest, {path.name}: {found[0]}{more}"
         if len(fitting) > 1:
-            names = ", ".join(f"{path.name} of {report.checkpoint}" for path, report in fitting)
+            names = ", ".join(
+                f"{path.name} of {report.checkpoint}"
+                + (f" with KV cache {report.kv_cache}" if report.kv_cache else "")
+                for path, report in fitting
+            )
             raise EvaluationError(
                 f"{self.folder}: {len(fitting)} evaluations fit the candidate: {names}",
                 hint="name the file of one of them as the baseline",

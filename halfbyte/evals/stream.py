@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from halfbyte.calibration.architecture import Architecture
+from halfbyte.calibration.attention import layer_caches
 from halfbyte.calibration.data import consecutive_windows, load_tokenizer, text_sha256
 from halfbyte.calibration.runner import LayerRunner
 from halfbyte.core import Checkpoint
@@ -31,6 +32,7 @@ from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.rows import Rows
 from halfbyte.formats.shards import ShardReader
 from halfbyte.formats.weights import logical_weights
+from halfbyte.kvcache.layout import Kv
 from halfbyte.progress import Progress, SilentProgress
 
 LOGITS_AT_ONCE = 1 << 24
@@ -52,13 +54,16 @@ def evaluate_text(
     max_windows: int | None = None,
     device: str = "cpu",
     dtype: str = "float32",
+    kv_cache: Kv | None = None,
     progress: Progress | None = None,
 ) -> TextMetrics:
     """Perplexity of `candidate` on `text`, and with `baseline` its divergence from it.
 
     KL is KL(baseline || candidate) in nats per predicted position; top-1 agreement is the share of
     positions where both put the same token first. Windows are consecutive; `max_windows` takes
-    that many, evenly spread. Tokens are those of the candidate's tokenizer.
+    that many, evenly spread. Tokens are those of the candidate's tokenizer. With `kv_cache` the
+    candidate's attention reads keys and values as a server's cache in that format gives them back;
+    the baseline's reads what was computed.
 
     Raises EvaluationError when the two do not share a vocabulary or a window has no position to
     predict, and what reading and running a checkpoint raise.
@@ -72,7 +77,11 @@ def evaluate_text(
     paths = [candidate] if baseline is None else [candidate, baseline]
     checkpoints = [open_checkpoint(path) for path in paths]  # before hours of work on the first
     tokens = consecutive_windows(text, candidate, sequence_length, max_windows)
-    finals = [_run(checkpoint, tokens, device, dtype, progress) for checkpoint in checkpoints]
+    caches = [kv_cache, None]
+    finals = [
+        _run(checkpoint, tokens, device, dtype, cache, progress)
+        for checkpoint, cache in zip(checkpoints, caches, strict=False)
+    ]
     if len({final.head.shape[0] for final in finals}) > 1:
         raise EvaluationError(
             f"{candidate} has a vocabulary of {finals[0].head.shape[0]}, "
@@ -121,9 +130,15 @@ class _Final:
 
 @torch.no_grad()
 def _run(
-    checkpoint: Checkpoint, tokens: torch.Tensor, device: str, dtype: str, progress: Progress
+    checkpoint: Checkpoint,
+    tokens: torch.Tensor,
+    device: str,
+    dtype: str,
+    kv_cache: Kv | None,
+    progress: Progress,
 ) -> _Final:
     architecture = Architecture.of(checkpoint)
+    cache = None if kv_cache is None else layer_caches(checkpoint, kv_cache)
     with ShardReader(checkpoint) as reader:
         runner = LayerRunner(
             architecture,
@@ -135,7 +150,7 @@ def _run(
         progress.start(f"run {checkpoint.path.name}", architecture.layers, "layers")
         state = runner.embed(tokens)
         for index in range(architecture.layers):
-            runner.advance(index, state)
+            runner.advance(index, state, cache=None if cache is None else cache(index))
             progress.advance(1)
         return _Final(state.hidden, runner.norm("model.norm.weight"), runner.head())
 

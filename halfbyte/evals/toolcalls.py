@@ -39,6 +39,7 @@ from halfbyte.evals.tool_answers import ToolFormat, format_of
 from halfbyte.evals.tool_files import read_tool_tasks
 from halfbyte.evals.tool_items import METRICS, ToolTask
 from halfbyte.formats.checkpoint import open_checkpoint
+from halfbyte.kvcache.layout import Kv
 from halfbyte.progress import Progress, SilentProgress
 
 VERSION = 1
@@ -58,6 +59,7 @@ def run_tool_calls(
     max_new_tokens: int = TOOL_CALL_TOKENS,
     device: str = "cpu",
     dtype: str = "float32",
+    kv_cache: Kv | None = None,
     answers: Path | None = None,
     progress: Progress | None = None,
 ) -> TaskResults:
@@ -66,7 +68,8 @@ def run_tool_calls(
 
     `limit` takes the first items of each task. `max_length` bounds prompt and answer together, in
     tokens; None is the model's own limit. An answer ends at the model's own stop tokens, or after
-    `max_new_tokens`. `answers` is a file that those of a server are kept in (`evals.kept`).
+    `max_new_tokens`. `kv_cache` is as in `load_model`, in this process. `answers` is a file that
+    those of a server are kept in (`evals.kept`).
 
     Raises EvaluationError for files that cannot be read, a chat template without tools or with a
     format of calls that is not known, a prompt that leaves no room for an answer, and a server that
@@ -111,7 +114,7 @@ def run_tool_calls(
             }
             with keep_answers(answers, identity, progress) as kept:
                 return TaskResults(settings, scores(ServerGenerator(engine, kept, progress)))
-    model = load_model(checkpoint_path, dtype=dtype, device=device)
+    model = load_model(checkpoint_path, dtype=dtype, device=device, kv_cache=kv_cache)
     max_length = max_length or model.config.max_position_embeddings
     generator: Generator = ModelGenerator(
         model, chat.tokenizer, batch_size=batch_size, max_length=max_length, progress=progress

@@ -201,6 +201,7 @@ def test_json_form() -> None:
         "verdict": "fail",
         "baseline": "f",
         "candidate": "f",
+        "kv_cache": {"baseline": None, "candidate": None},
         "mean_change_points": None,
         "noise": [],
     }

@@ -89,7 +89,7 @@ def test_file_holds_the_report(tmp_path: Path) -> None:
     report.write(path)
     assert EvalReport.read(path) == report
     record = json.loads(path.read_text())
-    assert record["schema_version"] == 2
+    assert record["schema_version"] == 3
     assert record["text"]["perplexity"] == math.exp(2.25)
     assert record["tasks"]["tasks"][0]["metrics"][0]["total"] == 2
     assert record["tasks"]["tasks"][0]["items"][1] == ["sums", 1, "d1", "p1", "t1"]
@@ -113,7 +113,7 @@ METRIC = (*TASK, "metrics", 0)
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        (lambda r: r.update(schema_version=1), "schema_version is 1, this version reads 2"),
+        (lambda r: r.update(schema_version=1), "schema_version is 1, this version reads 3"),
         (lambda r: r.pop("schema_version"), "schema_version is None"),
         (lambda r: r.pop("fingerprint"), "fingerprint: missing field"),
         (lambda r: r.update(more=1), "more: unknown field"),
