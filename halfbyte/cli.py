@@ -55,7 +55,9 @@ EXAMPLES: Mapping[str, str] = {
   quantize capacity GLM-5.2-FP8 --dp-attention --svg tokens.svg --json""",
     "kv": """
   quantize kv GLM-5.2-FP8 --calibration text.jsonl
-  quantize kv GLM-5.2-FP8 --calibration text.jsonl --long-samples 8 --json""",
+  quantize kv GLM-5.2-FP8 --calibration text.jsonl --long-samples 8 --json
+  quantize kv Kimi-K2.6 --calibration text.jsonl --fold -o Kimi-K2.6-folded
+  quantize kv GLM-4.5-INT4 --calibration text.jsonl -o GLM-4.5-INT4-kv""",
     "inspect": """
   quantize inspect GLM-5.2-FP8
   quantize inspect GLM-5.2-INT4 --json""",
@@ -71,6 +73,7 @@ EXAMPLES: Mapping[str, str] = {
     --backend-arg tensor_parallel_size=8 --max-length 16384 -o int4.json
   quantize eval GLM-5.2-INT4 --tasks article \\
     --endpoint http://localhost:30000 -o int4.json
+  quantize eval GLM-5.2-INT4 --tasks tasks --kv-cache fp8 -o int4-kv.json
   quantize eval GLM-5.2-INT4 --tool-calls bfcl_eval/data -o int4.json
   quantize eval GLM-5.2-FP8 --tasks tasks --store baselines""",
     "gate": """

@@ -19,6 +19,7 @@ from halfbyte.commands.options import (
     Verbose,
     open_console,
 )
+from halfbyte.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -54,6 +55,23 @@ def kv(
         ),
     ] = None,
     seed: Seed = 0,
+    fold: Annotated[
+        bool,
+        typer.Option(
+            "--fold",
+            help="With -o: move latents that scale 1.0 does not hold by a power of two, which"
+            " changes nothing else.",
+        ),
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="DIR",
+            help="Write the checkpoint with scales of keys and values, or folded.",
+        ),
+    ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     json: Json = False,
@@ -65,7 +83,7 @@ def kv(
     Layer by layer, in the memory of one. Latent rows (MLA) get no scales: SGLang ignores them when
     it writes and applies them when it reads.
     """
-    from halfbyte.calibration.kv import measure_ranges
+    from halfbyte.calibration.kv import measure_ranges, remedied
     from halfbyte.commands import kv_tables as tables
     from halfbyte.devices import resolve_device, resolve_dtype
     from halfbyte.formats.source import open_source
@@ -73,6 +91,7 @@ def kv(
     console = open_console(json, quiet, verbose)
     device = resolve_device(device)
     checkpoint = open_source(source)
+    _require_remedy(checkpoint, fold=fold, output=output)
     windows = _windows(
         checkpoint, calibration, samples, sequence_length, seed, long_samples, long_length
     )
@@ -91,7 +110,45 @@ def kv(
     console.line()
     for line in tables.verdict(ranges):
         console.line(line)
-    console.result(tables.record(ranges))
+    changed = None
+    if output is not None:
+        changed = remedied(checkpoint, ranges, output)
+        written = f"{output} written, {changed} tensors " + (
+            "added" if ranges.by_head else "changed"
+        )
+        console.line(written if changed else "nothing to fold: nothing is written")
+    console.result(
+        {**tables.record(ranges), "output": str(output) if changed else None},
+        quiet=str(output) if changed else "",
+    )
+
+
+def _require_remedy(checkpoint: Checkpoint, *, fold: bool, output: Path | None) -> None:
+    """Raises UsageError for options that do not fit the model or each other, and what would be
+    raised when the measuring is done: CheckpointError, OutputError."""
+    from halfbyte.calibration.kv import require_remediable
+    from halfbyte.kvcache.layout import Latent, read_attention
+
+    latent = isinstance(read_attention(checkpoint.config).rows, Latent)
+    if fold and not latent:
+        raise UsageError(
+            f"--fold moves latents, and {checkpoint.model_type} caches keys and values",
+            hint="leave it out: -o DIR writes their scales",
+        )
+    if fold and output is None:
+        raise UsageError("--fold writes a checkpoint", hint="add -o DIR")
+    if output is not None and latent and not fold:
+        raise UsageError(
+            "-o: latent rows take no scales, since SGLang ignores them when it writes",
+            hint="add --fold to move latents that scale 1.0 does not hold",
+        )
+    if output is not None and checkpoint.repository is not None:
+        raise UsageError(
+            f"-o copies a folder, and {checkpoint.origin} is a repository",
+            hint=f"hf download {checkpoint.repository.name} --local-dir DIR",
+        )
+    if output is not None:
+        require_remediable(checkpoint, output)
 
 
 def _windows(

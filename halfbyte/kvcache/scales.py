@@ -12,10 +12,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from halfbyte.core import Checkpoint, OutputTensor
+from halfbyte.core import Checkpoint
 from halfbyte.errors import CheckpointError
 from halfbyte.formats.shards import ShardReader
-from halfbyte.formats.weights import layer_index
+from halfbyte.formats.weights import layer_index, quantization_config
 
 _SCALE = re.compile(r"\.self_attn\.(?:attn\.|[kv]_proj\.)?([kv])_scale$")
 
@@ -35,9 +35,27 @@ def is_cache_scale(name: str) -> bool:
     return _SCALE.search(name) is not None
 
 
-def scale_tensor(layer: str, part: str) -> OutputTensor:
-    """The tensor for the scale of "key" or "value"; `layer` is the prefix of a layer's names."""
-    return OutputTensor(f"{layer}self_attn.attn.{part[0]}_scale", "F32", (1,))
+def scale_tensor(layer: str, part: str) -> str:
+    """The name for the scale of "key" or "value", float32 [1]; `layer` precedes a layer's names."""
+    return f"{layer}self_attn.attn.{part[0]}_scale"
+
+
+def with_scheme(config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with `kv_cache_scheme` in its quantization config.
+
+    Raises CheckpointError for one that is not compressed-tensors, of which servers read it.
+    """
+    inner = config.get("text_config")
+    if isinstance(inner, Mapping) and inner.get("quantization_config") is not None:
+        return {**config, "text_config": with_scheme(inner)}
+    found = quantization_config(config)
+    if found.get("quant_method") != "compressed-tensors":
+        raise CheckpointError(
+            f"config.json has quant_method {found.get('quant_method')!r:.40}; servers read scales"
+            " of a KV cache from compressed-tensors",
+            hint="quantize the checkpoint first, and measure the result: quantize SOURCE --to int4",
+        )
+    return {**config, "quantization_config": {**found, "kv_cache_scheme": dict(SCHEME)}}
 
 
 def read_scales(checkpoint: Checkpoint) -> dict[int, tuple[float, float]]:
