@@ -14,6 +14,7 @@ from typing import Any
 
 from halfbyte.core import Origin
 from halfbyte.errors import HalfbyteError, OutputError
+from halfbyte.evals.integrity import FP8_CACHES
 from halfbyte.formats.files import write_atomic
 from halfbyte.formats.folder import CARD_FILE, CARD_MARK, is_our_card
 from halfbyte.kvcache.advice import disaggregated
@@ -182,6 +183,8 @@ def _accuracy(gate: Gate | None, output: Output) -> str:
     decided = f"Verdict: **{escape(gate.verdict)}**, by the policy {escape(gate.policy)}"
     said = [f"{decided}{f': {escape(gate.description)}' if gate.description else ''}."]
     said.append(f"{allowance(gate)}.")
+    if gate.kv_cache is not None:
+        said.append(f"The KV cache was {escape(gate.kv_cache)}, {_ROUNDED}.")
     if gate.mean is not None:
         said.append(f"Mean change in points: {points(gate.mean)}.")
     text = "## Accuracy\n\n" + " ".join(said) + "\n\n"
@@ -193,6 +196,9 @@ def _accuracy(gate: Gate | None, output: Output) -> str:
         rows = [_gate_row(row) for row in gate.rows[:ROWS_SHOWN]]
         text += table([*head, ""], rows, numbers=(2, 3, 4, 5, 6))
     return text
+
+
+_ROUNDED = "rounded as servers store it where transformers computed"
 
 
 def _gate_row(row: GateRow) -> list[str]:
@@ -308,10 +314,22 @@ def _pools(output: Output) -> str:
         f"\nWith prefill and decode apart, each on {node.gpus} x {node.gpu.name}:"
         f" {apart.reason}. Estimated for an FP8 cache of {cache.per_token:,} bytes a token and a"
         f" GPU, and {node.fraction:g} of free memory for weights and cache; `quantize capacity` has"
-        " the assumptions, and other GPUs. vLLM takes the same `--kv-cache-dtype`. Accuracy with an"
-        " FP8 cache is a question of its own.\n\n"
-        f"{table(head, rows, numbers=(2, 3))}"
+        " the assumptions, and other GPUs. vLLM takes the same `--kv-cache-dtype`."
+        f" {_cache_accuracy(output)}\n\n{table(head, rows, numbers=(2, 3))}"
     )
+
+
+def _cache_accuracy(output: Output) -> str:
+    """What is known of the accuracy with an FP8 cache."""
+    gate = output.gate
+    if gate is None or gate.kv_cache not in FP8_CACHES:
+        command = shlex.join(["quantize", "eval", output.name, "--tasks", "tasks"])
+        return (
+            "Accuracy with an FP8 cache has not been judged yet; the gate does it with an"
+            f" evaluation by {code(f'{command} --kv-cache fp8 -o int4.json')}."
+        )
+    mean = "" if gate.mean is None else f", mean change {points(gate.mean)} points"
+    return f"The verdict above is of INT4 and an FP8 cache together: {escape(gate.verdict)}{mean}."
 
 
 def _reproduction(output: Output) -> str:

@@ -79,6 +79,8 @@ class Gate:
     """Of each limit by itself."""
     mean: Change | None
     rows: tuple[GateRow, ...]
+    kv_cache: str | None = None
+    """Format of the KV cache that the checkpoint was evaluated with; None if as computed."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,7 @@ def read_gate(path: Path) -> Gate:
     """A verdict that `quantize gate -o` stored. Raises EvaluationError for anything else."""
     try:
         return _gate(_object(path))
-    except (CheckpointError, ValueError, TypeError, KeyError) as error:
+    except (AttributeError, CheckpointError, ValueError, TypeError, KeyError) as error:
         raise EvaluationError(
             f"{path} is not a verdict: {error}",
             hint=f"quantize gate fp8.json int4.json -o {path}",
@@ -218,6 +220,7 @@ def _gate(record: Mapping[str, Any]) -> Gate:
         raise ValueError(f"schema_version is {found!r:.40}, this version reads {GATE_SCHEMA}")
     policy = record["policy"]
     mean = record["mean_change_points"]
+    cache = record.get("kv_cache", {}).get("candidate")  # verdicts of before do not say
     return Gate(
         verdict=_text(record["verdict"]),
         candidate=_text(record["candidate"]),
@@ -231,6 +234,7 @@ def _gate(record: Mapping[str, Any]) -> Gate:
         confidence=_number(policy["confidence"]),
         mean=None if mean is None else _change(mean),
         rows=tuple(_gate_row(row) for row in record["rows"]),
+        kv_cache=None if cache is None else _text(cache),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,9 +16,12 @@ from typing import Any
 import pytest
 
 from halfbyte.errors import DependencyError, EvaluationError, UsageError
-from halfbyte.evals.engines import Backend, parse_arguments
+from halfbyte.evals.engines import Backend, BackendName, parse_arguments, scheduled_arguments
+from halfbyte.evals.evaluation import Evaluation
 from halfbyte.evals.harness import run_tasks
 from halfbyte.evals.report import TaskResults
+from halfbyte.kvcache.layout import Kv
+from halfbyte.progress import SilentProgress
 
 DEMO = Path(__file__).resolve().parents[2] / "halfbyte" / "demo"
 MODEL = DEMO / "glm-nano-fp8"
@@ -186,3 +190,54 @@ def test_arguments() -> None:
     for name in ("trust_remote_code", "max_length", "pretrained", "max_gen_toks"):
         with pytest.raises(UsageError, match="this argument is set by the command"):
             run_tasks(MODEL, DEMO / "tasks", TASKS, engine=Backend("vllm", {name: 1}))
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_cache", "dtype"),
+    [("vllm", "fp8", "fp8"), ("sglang", "fp8", "fp8_e4m3"), ("sglang", "bf16", "bfloat16")],
+)
+def test_engines_are_told_the_format_of_their_cache(
+    name: BackendName, kv_cache: Kv, dtype: str
+) -> None:
+    def arguments(choice: Backend) -> dict[str, Any]:
+        return scheduled_arguments(choice, MODEL, 1024, 256, "auto")
+
+    assert arguments(Backend(name, {}, kv_cache))["kv_cache_dtype"] == dtype
+    assert "kv_cache_dtype" not in arguments(Backend(name))
+    with pytest.raises(UsageError, match="kv_cache_dtype: this argument is set by the command"):
+        arguments(Backend(name, {"kv_cache_dtype": "auto"}, kv_cache))
+    with pytest.raises(UsageError, match=f"--kv-cache fp8-raw: {name} has no such option"):
+        arguments(Backend(name, {}, "fp8-raw"))
+
+
+def test_the_cache_is_part_of_what_is_evaluated() -> None:
+    def told(kv_cache: Kv | None) -> Mapping[str, str]:
+        return Evaluation(
+            MODEL, text=DEMO / "heldout.jsonl", engine=Backend(kv_cache=kv_cache)
+        ).identity()
+
+    kinds: list[Kv | None] = [None, "bf16", "fp8", "fp8-raw"]
+    assert [told(kind)["KV cache"] for kind in kinds] == ["as computed", "bf16", "fp8", "fp8-raw"]
+
+
+def test_kept_answers_are_of_one_cache(tmp_path: Path) -> None:
+    class Notes(SilentProgress):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    notes: list[str] = []
+    kinds: list[Kv] = ["fp8", "fp8", "fp8-raw"]
+    for kind in kinds:
+        run_tasks(
+            MODEL,
+            DEMO / "tasks",
+            TASKS[1:],
+            engine=Backend(kv_cache=kind),
+            limit=1,
+            answers=tmp_path / "answers",
+            progress=Notes(),
+        )
+    assert [note.partition(": ")[2] for note in notes] == [
+        "4 answers are kept",
+        "kept answers are of another kv_cache",
+    ]

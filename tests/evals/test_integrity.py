@@ -243,3 +243,30 @@ def test_a_limit_and_a_cache_that_two_models_share(baseline: EvalReport) -> None
     itself = gate(baseline, evaluated(MODEL, DEMO / "tasks"), load_policy("article"))
     assert (itself.verdict, [(row.lost, row.won) for row in itself.rows]) == ("pass", [(0, 0)] * 3)
     assert "identical" in itself.remarks[0]
+
+
+def with_cache(kv_cache: str | None, right: int = 30, model: str = "a") -> EvalReport:
+    return replace(report(choices(40, model), right), kv_cache=kv_cache)
+
+
+@pytest.mark.parametrize("ours", [None, "bf16", "fp8", "fp8-raw"])
+@pytest.mark.parametrize("theirs", [None, "bf16", "fp8", "fp8-raw"])
+def test_a_baseline_may_lose_nothing_by_its_cache(ours: str | None, theirs: str | None) -> None:
+    """A candidate may: that is what it is judged for."""
+    found = [*defects(with_cache(ours), with_cache(theirs, model="b"), POLICY)]
+    if ours in (None, "bf16") or ours == theirs:
+        assert found == []
+        verdict = gate(with_cache(ours), with_cache(theirs, model="b"), POLICY)
+        assert verdict.to_json()["kv_cache"] == {"baseline": ours, "candidate": theirs}
+        assert any("KV cache" in remark for remark in verdict.remarks) == (ours != theirs)
+    else:
+        told = theirs or "as computed"
+        (reason,) = found
+        assert reason.startswith(f"the KV cache is {ours} in the baseline, {told} in the candidate")
+
+
+def test_an_fp8_cache_that_changes_no_answer_was_none() -> None:
+    (reason,) = defects(with_cache("bf16"), with_cache("fp8"), POLICY)
+    assert reason.startswith("every answer is the same, though the KV caches differ")
+    # In BF16 a BF16 cache is what is computed.
+    assert [*defects(with_cache(None), with_cache("bf16"), POLICY)] == []

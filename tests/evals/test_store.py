@@ -116,3 +116,16 @@ def test_a_folder_is_its_names_and_bytes(tmp_path: Path) -> None:
     (tmp_path / "other.jsonl").write_text("y")
     text, copy, other = (content_sha256(tmp_path / f"{n}.jsonl") for n in ("text", "copy", "other"))
     assert text == copy != other
+
+
+def test_a_candidate_with_an_fp8_cache_is_judged_against_one_without(tmp_path: Path) -> None:
+    """Of the same checkpoint, too: then the cache is all that differs."""
+    store = BaselineStore(tmp_path)
+    store.add(IDENTITY | {"KV cache": "bf16"}, replace(report(), kv_cache="bf16"))
+    candidate = replace(report(), kv_cache="fp8")
+    store.add(IDENTITY | {"KV cache": "fp8"}, candidate)
+    assert store.baseline_for(candidate).kv_cache == "bf16"
+    int4 = replace(report("0" * 64), kv_cache="fp8")
+    with pytest.raises(EvaluationError, match=r"2 evaluations fit the candidate: .*KV cache fp8"):
+        store.baseline_for(int4)
+    assert store.baseline_for(report("0" * 64)).kv_cache == "bf16"

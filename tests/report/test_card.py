@@ -141,6 +141,20 @@ def test_pools_of_the_card(make_output: MakeOutput) -> None:
     assert "an FP8 cache of 54,728 bytes a token" in body
     assert "each on 8 x H200: prefill is bound by arithmetic and takes the source," in body
     assert "takes INT4, with room for 2.31 times the tokens." in body
+    asked = "quantize eval GLM-5.2-INT4 --tasks tasks --kv-cache fp8 -o int4.json"
+    unjudged = f"Accuracy with an FP8 cache has not been judged yet; .* <code>{asked}</code>"
+    assert re.search(unjudged, body)
+    for kv_cache, judged in ((None, False), ("bf16", False), ("fp8", True), ("fp8-raw", True)):
+        told = {"baseline": "bf16", "candidate": kv_cache}
+        (folder / "gate.json").write_text(json.dumps(VERDICT | {"kv_cache": told}))
+        _, body = parsed(model_card(read_output(folder)))
+        verdict = (
+            "The verdict above is of INT4 and an FP8 cache together: inconclusive,"
+            " mean change -0.40 (-1.20 to +0.40) points."
+        )
+        assert (verdict in body) == judged
+        assert bool(re.search(unjudged, body)) != judged
+        assert (f"The KV cache was {kv_cache}, rounded" in body) == (kv_cache is not None)
 
 
 TABLE = ("table", "thead", "tbody", "tr", "th", "td")
@@ -293,6 +307,7 @@ def test_what_is_no_verdict_is_refused(make_output: MakeOutput, tmp_path: Path) 
     for text, reason in (
         ("{", "not valid JSON"),
         ("[]", "does not hold a JSON object"),
+        (json.dumps(VERDICT | {"kv_cache": [1]}), "has no attribute 'get'"),
         ('{"schema_version": 99}', "schema_version is 99, this version reads 1"),
         (json.dumps({**VERDICT, "rows": [{}]}), "'task'"),
     ):
