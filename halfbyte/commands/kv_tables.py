@@ -96,6 +96,8 @@ def summary(ranges: KvRanges) -> list[str]:
 
 def verdict(ranges: KvRanges) -> list[str]:
     """Whether an FP8 cache holds the values, and how."""
+    if ranges.nonfinite:
+        return [f"FP8 cache: unsafe, {ranges.nonfinite:,} values are NaN or infinite"]
     if ranges.by_head:
         return [
             "FP8 cache: safe with the scales of the last column, which servers read from the"

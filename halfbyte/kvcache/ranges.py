@@ -148,6 +148,11 @@ class KvRanges:
         return tuple(layer for layer in self.layers if not layer.safe)
 
     @property
+    def nonfinite(self) -> int:
+        """Values that are NaN or infinite, which no cache holds."""
+        return sum(part.nonfinite for layer in self.layers for part in layer.parts)
+
+    @property
     def self_scaling(self) -> bool:
         """Whether rows of `fp8` have scales of their own (`kvcache.rows`)."""
         return isinstance(self.attention.rows, Latent) and self.attention.rows.sparse
