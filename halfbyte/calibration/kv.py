@@ -183,7 +183,7 @@ def measure_ranges(
 SCALES_SHARD = "model-kv-scales.safetensors"
 
 
-def remedied(checkpoint: Checkpoint, ranges: KvRanges, folder: Path) -> int:
+def remedied(checkpoint: Checkpoint, ranges: KvRanges, folder: Path, progress: Progress) -> int:
     """Write `checkpoint` to `folder` with what `ranges` say it needs for an FP8 cache: scales of
     keys and values, or latents folded into range. The number of tensors that are new or changed;
     with 0, which is when no latent needs it, nothing is written.
@@ -195,7 +195,9 @@ def remedied(checkpoint: Checkpoint, ranges: KvRanges, folder: Path) -> int:
     if not ranges.by_head:
         changed = folded(checkpoint, {layer.layer: layer.fold for layer in ranges.layers})
         if changed:
-            write_edition(checkpoint, folder, replaced=changed, config=checkpoint.config)
+            write_edition(
+                checkpoint, folder, replaced=changed, config=checkpoint.config, progress=progress
+            )
         return len(changed)
     prefix = Architecture.of(checkpoint).layer_name
     added = {
@@ -208,6 +210,7 @@ def remedied(checkpoint: Checkpoint, ranges: KvRanges, folder: Path) -> int:
         folder,
         added={SCALES_SHARD: added},
         config=with_scheme(checkpoint.config),
+        progress=progress,
     )
     return len(added)
 

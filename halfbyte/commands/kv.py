@@ -112,7 +112,8 @@ def kv(
         console.line(line)
     changed = None
     if output is not None:
-        changed = remedied(checkpoint, ranges, output)
+        with console.working() as progress:
+            changed = remedied(checkpoint, ranges, output, progress)
         written = f"{output} written, {changed} tensors " + (
             "added" if ranges.by_head else "changed"
         )

@@ -22,6 +22,7 @@ from halfbyte.formats.files import copy_atomic, sync_folder, write_at, write_ato
 from halfbyte.formats.folder import CONFIG_FILE, INDEX_FILE
 from halfbyte.formats.layout import file_layout
 from halfbyte.formats.writebehind import dtype_name, explained
+from halfbyte.progress import Progress
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,7 @@ def write_edition(
     config: Mapping[str, Any],
     replaced: Mapping[str, torch.Tensor] = MappingProxyType({}),
     added: Mapping[str, Mapping[str, torch.Tensor]] = MappingProxyType({}),
+    progress: Progress,
 ) -> None:
     """Write `checkpoint`, which is a folder, to `folder`. `replaced` are tensors of the same dtype
     and shape as before; `added` are shards by file name. `config` is stored as given.
@@ -46,6 +48,7 @@ def write_edition(
     with explained(folder):
         work.mkdir(parents=True)
         _require_room(work, checkpoint)
+        progress.start(f"copy to {folder}", len(checkpoint.shards), "shards")
         for file in checkpoint.shards:
             copy_atomic(checkpoint.path / file, work / file)
             own = {
@@ -54,6 +57,7 @@ def write_edition(
                 if checkpoint.tensors[name].shard == file
             }
             _replace(work / file, own)
+            progress.advance(1)
         for file, tensors in added.items():
             _add(work / file, tensors)
         _write_index(checkpoint, work, added)
