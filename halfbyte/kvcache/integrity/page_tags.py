@@ -54,7 +54,7 @@ class PageTagTracker:
     ) -> None:
         self.mode: Mode = mode
         self.state = State.empty(layout, device, secrets.randbits(62) if seed is None else seed)
-        self._work = operations or reference
+        self._work = operations or _operations(torch.device(device))
         self._enforce = mode != "log"
         self._seen = [0] * len(Counter)
         self._counts = dict.fromkeys(Counter, 0)
@@ -244,3 +244,11 @@ class PageTagTracker:
     @property
     def healthy(self) -> bool:
         return not self._unchecked
+
+
+def _operations(device: torch.device) -> ModuleType:
+    if device.type != "cuda":
+        return reference
+    from halfbyte.kvcache.integrity import fused
+
+    return fused

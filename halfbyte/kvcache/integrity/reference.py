@@ -138,7 +138,7 @@ def _check_writes(
     position = lengths.long()[:, None] - count + torch.arange(count, device=slots.device)
     entry = torch.div(position, layout.page_size, rounding_mode="floor")
     within = (entry >= 0) & (entry < state.held[row][:, None])
-    entry = torch.where(within, entry, layout.pages_per_row)
+    entry = entry.clamp(0, layout.pages_per_row)
     expected = state.expected_pages[row[:, None], entry]
     tags = state.expected_tags[row[:, None], entry]
     good = (

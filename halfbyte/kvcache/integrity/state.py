@@ -106,7 +106,7 @@ class Layout:
 class State:
     """The tensors, all int32. Functions change them in place, so graphs can hold their addresses.
 
-    The last column of the expectations is never read: lanes without work write there.
+    An expectation's columns after the last page are never read: lanes without work write there.
     """
 
     layout: Layout
@@ -115,9 +115,9 @@ class State:
     owner: torch.Tensor
     """[pages]: the row that may write, or FREE, FRESH, SHARED, RESERVED."""
     expected_pages: torch.Tensor
-    """[rows, pages_per_row + 1]"""
+    """[rows, pages_per_row and some]"""
     expected_tags: torch.Tensor
-    """[rows, pages_per_row + 1]"""
+    """[rows, pages_per_row and some]"""
     held: torch.Tensor
     """[rows]: how many pages are expected."""
     generation: torch.Tensor
@@ -137,6 +137,9 @@ class State:
         owner = torch.full((layout.pages,), FREE, dtype=torch.int32)
         owner[0] = RESERVED
 
+        # Rows that begin at 64 bytes are read four entries at once.
+        width = layout.pages_per_row // 16 * 16 + 16
+
         def full(*shape: int, value: int = 0) -> torch.Tensor:
             return torch.full(shape, value, dtype=torch.int32, device=device)
 
@@ -144,8 +147,8 @@ class State:
             layout=layout,
             tags=tags.to(device),
             owner=owner.to(device),
-            expected_pages=full(layout.rows, layout.pages_per_row + 1),
-            expected_tags=full(layout.rows, layout.pages_per_row + 1),
+            expected_pages=full(layout.rows, width),
+            expected_tags=full(layout.rows, width),
             held=full(layout.rows),
             generation=full(layout.rows),
             verdict=full(layout.rows, value=CLEAN),

@@ -1,6 +1,12 @@
-"""Each method of the tracker, on pages and rows small enough to follow by hand."""
+"""Each method of the tracker, on pages and rows small enough to follow by hand.
+
+All tests run with both forms of the work: plain torch, and Triton, which is interpreted on a CPU.
+"""
 
 from __future__ import annotations
+
+import importlib
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,22 +19,44 @@ from halfbyte.kvcache.integrity.tracker import Mode, NoopTracker, Violation, ope
 LAYOUT = Layout(pages=32, page_size=4, rows=8, pages_per_row=6)
 
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Work:
+    """The functions that all trackers of a test work with."""
+
+    form: ModuleType
+
+
+@pytest.fixture(autouse=True, params=["reference", "fused"])
+def work(request: pytest.FixtureRequest) -> None:
+    if request.param == "fused":
+        pytest.importorskip("triton", reason="Triton is not installed; it comes with torch")
+    Work.form = importlib.import_module(f"halfbyte.kvcache.integrity.{request.param}")
+
+
 def ints(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def make_tracker(
+    mode: Mode = "abort", layout: Layout = LAYOUT, seed: int | None = 1
+) -> PageTagTracker:
+    return PageTagTracker(mode, layout, DEVICE, seed=seed, operations=Work.form)
 
 
 class Engine:
     """The least that an engine does: a page table, and places of tokens in it."""
 
     def __init__(self, mode: Mode = "abort", layout: Layout = LAYOUT) -> None:
-        self.tracker = PageTagTracker(mode, layout, "cpu", seed=1)
-        self.table = torch.zeros(layout.rows, 24, dtype=torch.int32)
+        self.tracker = make_tracker(mode, layout)
+        self.table = torch.zeros(layout.rows, 24, dtype=torch.int32, device=DEVICE)
 
     def start(self, row: int, *pages: int, length: int) -> None:
         """A request of `length` tokens on pages of its own."""
         self.tracker.acquire(ints(*pages))
         self.tracker.bind(ints(row))
-        slots = torch.tensor([p * 4 + i for p in pages for i in range(4)][:length])
+        slots = torch.tensor([p * 4 + i for p in pages for i in range(4)][:length], device=DEVICE)
         self.table[row, :length] = slots
         self.tracker.extend(ints(row), ints(length), slots)
 
@@ -40,7 +68,7 @@ class Engine:
         return self.step(row, length=length, slots=slots)
 
     def step(self, *rows: int, length: int, slots: torch.Tensor | None = None) -> list[Violation]:
-        lengths = torch.full((len(rows),), length)
+        lengths = torch.full((len(rows),), length, device=DEVICE)
         self.tracker.check(ints(*rows), lengths, self.table, slots)
         return list(self.tracker.settle(self.tracker.report(ints(*rows)), rows))
 
@@ -63,16 +91,16 @@ def test_a_request_that_grows_is_clean() -> None:
 
 
 def test_tags_are_odd_in_use_even_when_free_and_start_at_random() -> None:
-    tracker = PageTagTracker("abort", LAYOUT, "cpu", seed=1)
+    tracker = make_tracker()
     start = tracker.state.tags.clone()
     assert (start[1:] % 2 == 0).all()
     assert len(set(start.tolist())) == LAYOUT.pages
-    tracker.acquire(torch.tensor([3, 0, 4]))
+    tracker.acquire(ints(3, 0, 4))
     assert (tracker.state.tags - start)[[3, 4, 5, 0]].tolist() == [1, 1, 0, 0]
-    tracker.release(torch.tensor([4, 0]))
+    tracker.release(ints(4, 0))
     assert (tracker.state.tags - start)[[3, 4, 5, 0]].tolist() == [1, 2, 0, 0]
-    again = PageTagTracker("abort", LAYOUT, "cpu").state.tags
-    assert not torch.equal(again, PageTagTracker("abort", LAYOUT, "cpu").state.tags)
+    again = make_tracker(seed=None).state.tags
+    assert not torch.equal(again, make_tracker(seed=None).state.tags)
 
 
 def test_a_page_freed_under_a_request_is_found_before_and_after_it_has_a_new_owner() -> None:
@@ -147,10 +175,10 @@ def test_a_write_elsewhere_is_found_and_turned_to_page_0(mode: Mode, slot: int, 
 def test_drafts_write_several_places_of_which_each_is_checked() -> None:
     engine = Engine()
     engine.start(1, 5, 6, length=6)
-    slots = torch.tensor([[6 * 4 + 2, 6 * 4 + 3]])
+    slots = ints(6 * 4 + 2, 6 * 4 + 3).view(1, 2)
     engine.table[1, 6:8] = slots
     assert engine.step(1, length=8, slots=slots) == []
-    assert kinds(engine.step(1, length=8, slots=slots.flip(1))) == [(1, "WRITE", 1)]
+    assert kinds(engine.step(1, length=8, slots=slots.flip(1).contiguous())) == [(1, "WRITE", 1)]
 
 
 def test_padding_rows_write_to_page_0_only() -> None:
@@ -201,7 +229,7 @@ def test_ragged_rows_extend_and_hit_each_by_their_own_count() -> None:
     node = engine.tracker.preload(ints(5, 6))
     engine.tracker.bind(ints(1, 2))
     engine.tracker.expect_prefix(ints(2, 1), ints(5, 6, 5), node[[0, 1, 0]], ints(2, 1))
-    slots = torch.tensor([28, 29, 30, 32])
+    slots = ints(28, 29, 30, 32)
     engine.tracker.extend(ints(1, 2), ints(7, 9), slots, ints(3, 1))
     state = engine.tracker.state
     assert state.expected_pages[1, :3].tolist() == [5, 7, 0]
@@ -298,11 +326,11 @@ def test_a_row_that_ended_meanwhile_is_not_told_of() -> None:
 def test_a_block_table_and_padding_outside_the_table() -> None:
     """vLLM's form: an entry to a page, and no row that stands for padding."""
     layout = Layout(32, 4, 8, 6, table_holds_slots=False, padding_row=-1)
-    tracker = PageTagTracker("abort", layout, "cpu", seed=1)
-    table = torch.zeros(8, 6, dtype=torch.int32)
+    tracker = make_tracker(layout=layout)
+    table = torch.zeros(8, 6, dtype=torch.int32, device=DEVICE)
     tracker.acquire(ints(5, 6))
     tracker.bind(ints(0))
-    tracker.extend(ints(0), ints(5), torch.tensor([20, 21, 22, 23, 24]))
+    tracker.extend(ints(0), ints(5), ints(20, 21, 22, 23, 24))
     table[0, :2] = ints(5, 6)
     tracker.check(ints(0, -1), ints(5, 1), table, ints(24, 0))
     assert tracker.report(ints(0, -1))[len(Counter) :].tolist() == [CLEAN, CLEAN]
