@@ -29,7 +29,7 @@ from halfbyte.errors import HalfbyteError
 from halfbyte.kernels.decode_bench import CACHE_BYTES, graph_time
 from halfbyte.kvcache.integrity import reference
 from halfbyte.kvcache.integrity.page_tags import PageTagTracker
-from halfbyte.kvcache.integrity.state import CLEAN, Counter, Layout
+from halfbyte.kvcache.integrity.state import CLEAN, VERDICT_STEP, Counter, Kind, Layout
 from halfbyte.kvcache.integrity.tracker import Mode, Tracker, open_tracker
 
 IN_GRAPH = 32
@@ -124,8 +124,8 @@ def make_batch(case: Case) -> Batch:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator().manual_seed(0)
     pool = case.pool_tokens // case.page_size
-    own = min(case.pages, pool // case.requests - 1)
-    shared = min(case.pages - own, pool - own * case.requests)
+    own = min(case.pages, (pool - case.pages) // max(1, case.requests - 1))
+    rest = case.pages - own
     order = torch.randperm(pool, generator=generator).int() + 1
     layout = Layout(pool + 1, case.page_size, case.requests + 1, case.pages)
     tracker = PageTagTracker("abort", layout, device, seed=0)
@@ -134,16 +134,12 @@ def make_batch(case: Case) -> Batch:
     tracker.bind(rows)
     pages = torch.empty(case.requests, case.pages, dtype=torch.int32)
     pages[:, case.pages - own :] = order[: own * case.requests].view(case.requests, own)
-    rest = case.pages - own
     if rest:
-        common = order[own * case.requests :][:shared].to(device)
-        tags = tracker.preload(common)
-        repeats = -(-rest // shared)
-        prefix = common.repeat(repeats)[:rest]
-        pages[:, :rest] = prefix.cpu()
-        tracker.expect_prefix(
-            rows, prefix.repeat(case.requests), tags.repeat(repeats)[:rest].repeat(case.requests)
-        )
+        prefix = order[own * case.requests :][:rest]
+        pages[:, :rest] = prefix
+        prefix = prefix.to(device)
+        tags = tracker.preload(prefix)
+        tracker.expect_prefix(rows, prefix.repeat(case.requests), tags.repeat(case.requests))
     slots = pages.to(device)[:, :, None] * case.page_size
     slots = slots + torch.arange(case.page_size, device=device)
     table = torch.zeros(case.requests + 1, case.pages * case.page_size, dtype=torch.int32)
@@ -174,8 +170,8 @@ def prove(case: Case, batch: Batch) -> None:
     state.tags[page] += 2
     found = verdicts(batch)
     sharers = (state.expected_pages[1:, : case.pages] == page).any(1)
-    expected = [middle * 16 + 2 if bad else CLEAN for bad in sharers.tolist()]
-    if [v if v == CLEAN else v % 16 + middle * 16 for v in found] != expected:
+    stale = middle * VERDICT_STEP + Kind.TAG
+    if found != [stale if bad else CLEAN for bad in sharers.tolist()]:
         raise HalfbyteError(f"{case}: a stale page was not found for those who have it")
     state.tags[page] -= 2
     state.verdict.fill_(CLEAN)
