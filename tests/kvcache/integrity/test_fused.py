@@ -149,7 +149,7 @@ def test_random_histories_end_alike(
     if mode == "log":
         monkeypatch.setattr(fused, "PROGRAMS", 1)  # one to a row, which loops over its pages
     history = History(layout, mode)
-    for number in range(30):
+    for number in range(20):
         history.replace(history.chance.choice(history.rows))
         history.step()
         if number % 10 == 9:
