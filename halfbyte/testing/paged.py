@@ -99,6 +99,8 @@ class Request:
     output: list[int] = field(default_factory=list)
     row: int = 0
     """0 while it has none."""
+    entered: int = 0
+    """How often it was admitted: once more after each retraction."""
     pages: list[int] = field(default_factory=list)
     node: Node | None = None
     """The last of the prefix cache's that it uses; the first `cached` of its pages are theirs."""
@@ -128,8 +130,21 @@ class Step:
     generations: torch.Tensor
     new: list[list[int]]
     """Tokens that are computed, of each row."""
+    entered: list[int] = field(init=False)
     produced: list[list[int]] = field(default_factory=list)
     report: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.entered = [request.entered if request else 0 for request in self.requests]
+
+    def live(self) -> list[Request | None]:
+        """None for those that ended or were retracted since, though they may run again."""
+        return [
+            request
+            if request and (request.state, request.entered) == ("running", entered)
+            else None
+            for request, entered in zip(self.requests, self.entered, strict=True)
+        ]
 
 
 class Server:
@@ -238,6 +253,7 @@ class Server:
 
     def _enter(self, request: Request, nodes: list[Node]) -> None:
         request.row, request.state = self.free_rows.pop(), "running"
+        request.entered += 1
         self.running.append(request)
         row = torch.tensor([request.row])
         self.tracker.bind(row)
@@ -407,10 +423,7 @@ class Server:
     def _process(self, step: Step) -> None:
         """Verdicts first, then tokens of those that are clean."""
         assert step.report is not None
-        live = [
-            request if request and request.state == "running" and request.row == row else None
-            for request, row in zip(step.requests, step.rows.tolist(), strict=True)
-        ]
+        live = step.live()
         rows = [request.row if request else None for request in live]
         for violation in self.tracker.settle(step.report, rows):
             self.log.append((self.time, violation))
