@@ -198,7 +198,7 @@ def stale_padding_slots(server: Server) -> bool:
 
 
 def negative_padding_slot(server: Server) -> bool:
-    last = server.memory.shape[1] // server.page_size - 1
+    last = server.pages - 1
     if any(last in r.pages[:-1] for r in _running(server, own=0)):
         server.padding_slot = lambda: -1
         return True

@@ -17,6 +17,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,7 +70,7 @@ class Node:
 
     tokens: tuple[int, ...]
     page: int
-    tag: int
+    tag: torch.Tensor
     parent: Node | None
     children: dict[tuple[int, ...], Node] = field(default_factory=dict)
     locks: int = 0
@@ -130,6 +131,8 @@ class Step:
     generations: torch.Tensor
     new: list[list[int]]
     """Tokens that are computed, of each row."""
+    ends: list[int]
+    """`lengths`, on the host."""
     entered: list[int] = field(init=False)
     produced: list[list[int]] = field(default_factory=list)
     report: torch.Tensor | None = None
@@ -150,6 +153,9 @@ class Step:
 class Server:
     """One decode server. `log` has the violations, `steps` how many events there were."""
 
+    keeps_evicted = True
+    """Whether the host keeps pages that the cache drops."""
+
     def __init__(
         self,
         *,
@@ -159,19 +165,21 @@ class Server:
         rows: int = 7,
         chunk: int = 12,
         drafts: int = 0,
-        overlap: bool = True,
+        longest: int = 96,
+        device: str = "cpu",
         seed: int = 0,
     ) -> None:
         self.page_size, self.chunk, self.drafts = page_size, chunk, drafts
-        self.overlap = overlap and not drafts
-        self.width = 96 // page_size
-        layout = Layout(pages, page_size, rows, self.width)
-        self.tracker: Tracker = open_tracker(mode, layout, "cpu", seed=seed)
+        self.overlap = not drafts
+        self.device = torch.device(device)
+        layout = Layout(pages, page_size, rows, longest // page_size)
+        self.tracker: Tracker = open_tracker(mode, layout, device, seed=seed)
+        self.pages = pages
         self.memory = np.zeros((POOLS, pages * page_size), dtype=np.uint64)
-        self.table = torch.zeros(rows, self.width * page_size, dtype=torch.int32)
+        self.table = self.zeros(rows, layout.pages_per_row * page_size).int()
         self.free = deque(range(1, pages))
         self.free_rows = list(range(rows - 1, 0, -1))
-        self.root = Node((), 0, 0, None)
+        self.root = Node((), 0, self.zeros(1), None)
         self.host: dict[tuple[int, ...], np.ndarray] = {}
         """What evicted pages held, by the tokens up to their end."""
         self.transfers: list[tuple[int, Callable[[], None]]] = []
@@ -185,6 +193,16 @@ class Server:
         self.chance = random.Random(seed)
         self.before_launch: Callable[[Step], None] = lambda step: None
         self.padding_slot: Callable[[], int] = lambda: 0
+
+    def ints(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """On the device, without waiting for it."""
+        if self.device.type == "cpu":
+            return torch.tensor(values, dtype=dtype)
+        pinned = torch.tensor(values, dtype=dtype, pin_memory=True)
+        return pinned.to(self.device, non_blocking=True)
+
+    def zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.int64, device=self.device)
 
     # Requests
 
@@ -255,8 +273,7 @@ class Server:
         request.row, request.state = self.free_rows.pop(), "running"
         request.entered += 1
         self.running.append(request)
-        row = torch.tensor([request.row])
-        self.tracker.bind(row)
+        self.tracker.bind(self.ints([request.row]))
         request.node, request.cached = nodes[-1] if nodes else self.root, len(nodes)
         request.pages = [node.page for node in nodes]
         request.filled = request.settled = len(nodes) * self.page_size
@@ -273,9 +290,9 @@ class Server:
         for index, node in enumerate(nodes):
             self._write_table(request.row, index, node.page)
         self.tracker.expect_prefix(
-            torch.tensor([request.row]),
-            torch.tensor([node.page for node in nodes]),
-            torch.tensor([node.tag for node in nodes], dtype=torch.int32),
+            self.ints([request.row]),
+            self.ints([node.page for node in nodes]),
+            torch.stack([node.tag for node in nodes]),
         )
 
     def _receive(self, request: Request) -> None:
@@ -325,12 +342,13 @@ class Server:
         for request, tokens in zip(chosen, new, strict=True):
             request.filled += len(tokens)
             slots += self.slots(request, request.filled - len(tokens), request.filled)
-        rows = torch.tensor([request.row for request in chosen])
-        lengths = torch.tensor([request.filled for request in chosen])
-        counts = torch.tensor([len(tokens) for tokens in new])
-        self.tracker.extend(rows, lengths, torch.tensor(slots), counts)
+        rows = self.ints([request.row for request in chosen])
+        lengths = self.ints([request.filled for request in chosen])
+        counts = self.ints([len(tokens) for tokens in new])
+        self.tracker.extend(rows, lengths, self.ints(slots), counts)
         self._event("prefill")
-        return Step(list(chosen), rows, lengths, None, self.tracker.generations(rows), new)
+        ends = [request.filled for request in chosen]
+        return Step(list(chosen), rows, lengths, None, self.tracker.generations(rows), new, ends)
 
     def _decodes(self, request: Request) -> bool:
         """Whether only its last token is not computed, or not known yet."""
@@ -359,22 +377,19 @@ class Server:
             new.append(self._next_tokens(request))
             request.filled += writes
             slots.append(self.slots(request, request.filled - writes, request.filled))
-        rows = torch.tensor([request.row for request in chosen])
-        lengths = torch.tensor([request.filled for request in chosen])
-        where = torch.tensor(slots)
-        self.tracker.extend(rows, lengths, where)
         padding = -len(chosen) % 4
+        stray = [[self.padding_slot()] * writes] * padding
+        ends = [*(request.filled for request in chosen), *[writes] * padding]
+        rows = self.ints([*(request.row for request in chosen), *[0] * padding])
+        lengths = self.ints(ends)
+        where = self.ints([*slots, *stray])
+        count = len(chosen)
+        self.tracker.extend(rows[:count], lengths[:count], where[:count])
         self._event("decode")
         return Step(
-            [*chosen, *[None] * padding],
-            torch.cat([rows, torch.zeros(padding, dtype=torch.long)]),
-            torch.cat([lengths, torch.full((padding,), writes)]),
-            torch.cat(
-                [where, torch.tensor([[self.padding_slot()] * writes] * padding).view(-1, writes)]
-            ).long(),
-            self.tracker.generations(torch.cat([rows, torch.zeros(padding, dtype=torch.long)])),
-            new + [[0] * writes] * padding,
-        )
+            [*chosen, *[None] * padding], rows, lengths, where, self.tracker.generations(rows),
+            [*new, *[[0] * writes] * padding], ends,
+        )  # fmt: skip
 
     def _next_tokens(self, request: Request) -> list[int]:
         """The token to compute, which with overlap the step in flight has produced, and drafts for
@@ -403,7 +418,7 @@ class Server:
             else:
                 slots = self.table[row, length - len(tokens) : length].tolist()
             step.produced.append(self._compute(row, length, tokens, slots))
-        step.report = self.tracker.report(step.rows, step.generations).clone()
+        step.report = self.tracker.report(step.rows, step.generations)
 
     def _compute(self, row: int, length: int, tokens: list[int], slots: list[int]) -> list[int]:
         """The token after each of `tokens`, the last of `length`. Reads go by the table."""
@@ -431,7 +446,8 @@ class Server:
             if request is not None and self.tracker.mode == "abort":
                 self.abort(request, violation)
                 live[violation.position] = None
-        self.free = deque(self.tracker.usable(torch.tensor(self.free, dtype=torch.int32)).tolist())
+        if self.tracker.metrics().get("quarantined_pages"):
+            self.free = deque(self.tracker.usable(self.ints(list(self.free))).tolist())
         for place, request in enumerate(live):
             if request is not None:
                 self._accept(request, step, place)
@@ -439,7 +455,7 @@ class Server:
     def _accept(self, request: Request, step: Step, place: int) -> None:
         """Tokens that the step has produced leave. Of drafts, as many as were right."""
         if step.slots is None:
-            request.settled = int(step.lengths[place])
+            request.settled = step.ends[place]
             if request.settled < len(request.tokens):
                 return  # a chunk of the prompt that is not the last
             request.output.append(step.produced[place][-1])
@@ -519,9 +535,9 @@ class Server:
         """Pages for `length` tokens of which none has any, all at once."""
         self._take(request, length)
         self.tracker.extend(
-            torch.tensor([request.row]),
-            torch.tensor([length]),
-            torch.tensor(self.slots(request, 0, length)),
+            self.ints([request.row]),
+            self.ints([length]),
+            self.ints(self.slots(request, 0, length)),
         )
 
     def _missing(self, request: Request, length: int) -> int:
@@ -540,24 +556,23 @@ class Server:
 
     def take_pages(self, count: int) -> list[int]:
         pages = [self.free.popleft() for _ in range(count)]
-        self.tracker.acquire(torch.tensor(pages))
+        self.tracker.acquire(self.ints(pages))
         self._event("alloc")
         return pages
 
-    def free_pages(self, pages: Sequence[int], tags: Sequence[int] | None = None) -> None:
+    def free_pages(self, pages: Sequence[int], tags: torch.Tensor | None = None) -> None:
         if pages:
-            given = None if tags is None else torch.tensor(tags, dtype=torch.int32)
-            self.tracker.release(torch.tensor(list(pages)), given)
+            self.tracker.release(self.ints(list(pages)), tags)
             self.free.extend(pages)
             self._event("free")
 
     def free_row(self, row: int) -> None:
-        self.tracker.unbind(torch.tensor([row]))
+        self.tracker.unbind(self.ints([row]))
         self.free_rows.append(row)
 
     def _write_table(self, row: int, index: int, page: int) -> None:
         size = self.page_size
-        places = torch.arange(page * size, (page + 1) * size, dtype=torch.int32)
+        places = torch.arange(page * size, (page + 1) * size, dtype=torch.int32, device=self.device)
         self.table[row, index * size : (index + 1) * size] = places
 
     def _make_room(self, count: int) -> bool:
@@ -588,12 +603,13 @@ class Server:
             each.locks -= 1
 
     def evict(self, node: Node) -> None:
-        """A leaf goes; the host keeps what it held."""
+        """A leaf goes; the host may keep what it held."""
         assert node.parent is not None
-        start = node.page * self.page_size
-        self.host[node.prefix] = self.memory[:, start : start + self.page_size].copy()
+        if self.keeps_evicted:
+            start = node.page * self.page_size
+            self.host[node.prefix] = self.memory[:, start : start + self.page_size].copy()
         del node.parent.children[node.tokens]
-        self.free_pages([node.page], [node.tag])
+        self.free_pages([node.page], node.tag[None])
         self._event("evict")
 
     def _match(self, tokens: list[int]) -> list[Node]:
@@ -617,7 +633,7 @@ class Server:
             return None
         (page,) = self.take_pages(1)
         self.load_entries(page, entries)
-        tag = int(self.tracker.preload(torch.tensor([page]))[0])
+        tag = self.tracker.preload(self.ints([page]))[0]
         node = Node(tokens, page, tag, parent, used=self.time)
         parent.children[tokens] = node
         self._event("load")
@@ -636,7 +652,7 @@ class Server:
     def _insert(self, request: Request, full: int) -> None:
         """The first `full` pages go into the cache; where it has them, the request's own are freed
         and the cache's take their place."""
-        tags = self.tracker.share(request.row, request.cached, full).tolist()
+        tags = self.tracker.share(request.row, request.cached, full)
         node, before, twice = request.node or self.root, request.node or self.root, []
         for index in range(request.cached, full):
             key = tuple(request.tokens[index * self.page_size : (index + 1) * self.page_size])

@@ -41,7 +41,7 @@ def owned_once(server: Server) -> bool:
     pages = [*server.free, *(node.page for node in server.nodes())]
     pages += [page for r in server.running for page in r.pages[r.cached :]]
     return len(pages) == len(set(pages)) and (
-        len(pages) == server.memory.shape[1] // server.page_size - 1 or bool(server.transfers)
+        len(pages) == server.pages - 1 or bool(server.transfers)
     )
 
 
