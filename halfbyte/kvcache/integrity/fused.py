@@ -246,11 +246,13 @@ def _read(  # type: ignore[no-untyped-def]
     for first in range(start, stop, step):
         entry = first + tl.arange(0, ENTRIES)
         inside = entry < stop
+        # A row of expectations goes on to the next 16, so whole words of four are loaded.
+        whole = entry < (stop + 15) // 16 * 16
         used = tl.load(table + entry * (SIZE if SLOTS else 1), mask=inside, other=0).to(tl.int32)
         if SLOTS:
             used = tl.where(used < 0, -1, used // SIZE)
-        expected = tl.load(expected_pages + entry, mask=inside, other=0)
-        expected_tag = tl.load(expected_tags + entry, mask=inside, other=1)
+        expected = tl.load(expected_pages + entry, mask=whole, other=0)
+        expected_tag = tl.load(expected_tags + entry, mask=whole, other=1)
         stale = (tl.load(tags + expected) != expected_tag) | ((expected_tag & 1) == 0)
         kind = tl.where(used != expected, _TABLE, tl.where(stale, _TAG, 0))
         found = tl.minimum(found, tl.where(inside & (kind != 0), entry * _STEP + kind, _CLEAN))
