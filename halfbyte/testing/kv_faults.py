@@ -133,8 +133,8 @@ def row_recycled(server: Server) -> bool:
         server.free_row(request.row)
         other = server.waiting.popleft()
         other.remote = False
-        server._enter(other, [])
-        server._take(other, len(other.tokens))
+        server.enter(other, [])
+        server.take(other, len(other.tokens))
 
     server.before_launch = recycle
     return True
@@ -145,7 +145,7 @@ def alias_page(server: Server) -> bool:
     for request in ready:
         for other in _running(server, left=6):
             if other is not request and len(request.pages) * server.page_size == request.filled:
-                server._write_table(request.row, len(request.pages), other.pages[-1])
+                server.write_table(request.row, len(request.pages), other.pages[-1])
                 request.pages.append(other.pages[-1])
                 return True
     return False
@@ -257,7 +257,7 @@ def freed_while_loading(server: Server) -> bool:
         if request.count < 4:
             continue
         # What came is written at once, so only the pages' early return is wrong.
-        server._arrive_now(request)
+        server.arrive_now(request)
         pages = list(request.pages)
         server.free_pages(pages)
         _next_out(server, *pages)
@@ -339,7 +339,7 @@ def aborted_entries_cached(server: Server) -> bool:
             continue
         server.transfers = [(at, w) for at, w in server.transfers if at != request.arrives]
         request.arrives = -1
-        server._insert(request, full)
+        server.insert(request, full)
         prompt = [*request.prompt[: full * server.page_size], 1, 2, 3]
         server.cancel(request)
         server.submit(prompt, 5)

@@ -136,6 +136,8 @@ class Step:
     entered: list[int] = field(init=False)
     produced: list[list[int]] = field(default_factory=list)
     report: torch.Tensor | None = None
+    output: Any = None
+    """What a server with another model keeps of the step until it is processed."""
 
     def __post_init__(self) -> None:
         self.entered = [request.entered if request else 0 for request in self.requests]
@@ -267,9 +269,9 @@ class Server:
                 self.unlock(nodes[-1] if nodes else self.root)
                 return
             self.waiting.popleft()
-            self._enter(request, nodes)
+            self.enter(request, nodes)
 
-    def _enter(self, request: Request, nodes: list[Node]) -> None:
+    def enter(self, request: Request, nodes: list[Node]) -> None:
         request.row, request.state = self.free_rows.pop(), "running"
         request.entered += 1
         self.running.append(request)
@@ -288,7 +290,7 @@ class Server:
         if not nodes:
             return
         for index, node in enumerate(nodes):
-            self._write_table(request.row, index, node.page)
+            self.write_table(request.row, index, node.page)
         self.tracker.expect_prefix(
             self.ints([request.row]),
             self.ints([node.page for node in nodes]),
@@ -306,7 +308,7 @@ class Server:
         slots = self.slots(request, 0, len(tokens))
         self.transfers.append((request.arrives, lambda: self.write_prompt(slots, tokens)))
 
-    def _arrive_now(self, request: Request) -> None:
+    def arrive_now(self, request: Request) -> None:
         """What a request waits for is there at once."""
         for at, write in self.transfers:
             if at == request.arrives:
@@ -326,7 +328,7 @@ class Server:
         """Requests whose prompts are not filled, up to `chunk` tokens in all."""
         chosen, new, room = [], [], self.chunk
         for request in self.running:
-            if self._decodes(request):
+            if self.decodes(request):
                 continue
             self._cache_chunk(request)
             left = len(request.tokens) - request.filled
@@ -335,7 +337,7 @@ class Server:
                 new.append(request.tokens[request.filled : request.filled + count])
                 chosen.append(request)
                 room -= count
-                self._take(request, request.filled + count)
+                self.take(request, request.filled + count)
         if not chosen:
             return None
         slots: list[int] = []
@@ -350,7 +352,7 @@ class Server:
         ends = [request.filled for request in chosen]
         return Step(list(chosen), rows, lengths, None, self.tracker.generations(rows), new, ends)
 
-    def _decodes(self, request: Request) -> bool:
+    def decodes(self, request: Request) -> bool:
         """Whether only its last token is not computed, or not known yet."""
         if request.arrives >= 0:
             return True
@@ -359,16 +361,16 @@ class Server:
 
     def _decode(self) -> Step | None:
         """All that are filled, each with its next token, and padding to a multiple of four."""
-        chosen = [r for r in self.running if self._decodes(r) and r.arrives < self.time]
-        stuck = not chosen and any(not self._decodes(r) for r in self.running)
+        chosen = [r for r in self.running if self.decodes(r) and r.arrives < self.time]
+        stuck = not chosen and any(not self.decodes(r) for r in self.running)
         for request in chosen:
             need = request.filled + 1 + self.drafts
             if not self._make_room(self._missing(request, need)):
                 stuck = True
                 break
-            self._take(request, need)
+            self.take(request, need)
         if stuck:
-            self._retract()
+            self.retract()
             return self._prefill() or self._decode()
         if not chosen:
             return None
@@ -482,7 +484,7 @@ class Server:
     def finish(self, request: Request) -> None:
         """What is full of its pages goes into the prefix cache."""
         known = len(request.tokens) - 1
-        self._insert(request, known // self.page_size)
+        self.insert(request, known // self.page_size)
         self._event("finish")
         self._leave(request, "done")
 
@@ -514,7 +516,7 @@ class Server:
             self.free_row(request.row)
         request.row, request.pages, request.cached, request.node = 0, [], 0, None
 
-    def _retract(self) -> None:
+    def retract(self) -> None:
         """The newest request gives its pages back, and waits to be computed again."""
         there = [r for r in self.running if r.arrives < self.time]
         if len(self.running) == 1:
@@ -533,7 +535,7 @@ class Server:
 
     def grow(self, request: Request, length: int) -> None:
         """Pages for `length` tokens of which none has any, all at once."""
-        self._take(request, length)
+        self.take(request, length)
         self.tracker.extend(
             self.ints([request.row]),
             self.ints([length]),
@@ -543,7 +545,7 @@ class Server:
     def _missing(self, request: Request, length: int) -> int:
         return max(0, -(-length // self.page_size) - len(request.pages))
 
-    def _take(self, request: Request, length: int) -> None:
+    def take(self, request: Request, length: int) -> None:
         """Pages up to `length` tokens, from the free list, into the table."""
         count = self._missing(request, length)
         if count:
@@ -551,7 +553,7 @@ class Server:
                 raise AssertionError(f"{count} pages promised, {len(self.free)} free")
             pages = self.take_pages(count)
             for page in pages:
-                self._write_table(request.row, len(request.pages), page)
+                self.write_table(request.row, len(request.pages), page)
                 request.pages.append(page)
 
     def take_pages(self, count: int) -> list[int]:
@@ -570,7 +572,7 @@ class Server:
         self.tracker.unbind(self.ints([row]))
         self.free_rows.append(row)
 
-    def _write_table(self, row: int, index: int, page: int) -> None:
+    def write_table(self, row: int, index: int, page: int) -> None:
         size = self.page_size
         places = torch.arange(page * size, (page + 1) * size, dtype=torch.int32, device=self.device)
         self.table[row, index * size : (index + 1) * size] = places
@@ -646,10 +648,10 @@ class Server:
         """Chunks of a prompt go into the cache as soon as their verdict has come."""
         full = request.settled // self.page_size
         if full > request.cached:
-            self._insert(request, full)
+            self.insert(request, full)
             self._event("chunk")
 
-    def _insert(self, request: Request, full: int) -> None:
+    def insert(self, request: Request, full: int) -> None:
         """The first `full` pages go into the cache; where it has them, the request's own are freed
         and the cache's take their place."""
         tags = self.tracker.share(request.row, request.cached, full)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,6 +61,20 @@ class PagedCache:
         return pool[self._read]
 
 
+@dataclass(frozen=True)
+class Output:
+    """Of a step: its tokens, and their copy with the report, which is there after `arrived`."""
+
+    tokens: torch.Tensor
+    copy: torch.Tensor
+    arrived: torch.cuda.Event | None
+
+    def on_host(self) -> torch.Tensor:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.copy
+
+
 class ModelServer(Server):
     """Answers with the most likely tokens of `model`, a causal language model of transformers with
     GLM-5's attention. `delays` are the seconds from one token of a request to its next."""
@@ -86,7 +101,6 @@ class ModelServer(Server):
         self.cache = PagedCache(pages * page_size)
         self.delays: list[float] = []
         self._last: dict[int, float] = {}
-        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor, torch.cuda.Event | None]] = {}
 
     def wrong(self) -> list[Request]:
         raise NotImplementedError("compare with the outputs of a run without the fault")
@@ -107,12 +121,10 @@ class ModelServer(Server):
             host.copy_(both, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
-        self._copies[id(step)] = tokens, host, arrived
+        step.output = Output(tokens, host, arrived)
 
     def _process(self, step: Step) -> None:
-        _, host, arrived = self._copies.pop(id(step))
-        if arrived is not None:
-            arrived.synchronize()
+        host = step.output.on_host()
         count = len(step.requests)
         step.produced = [[token] for token in host[:count].tolist()]
         step.report = host[count:]
@@ -157,7 +169,8 @@ class ModelServer(Server):
         assert self.in_flight is not None
         place = {id(r): i for i, r in enumerate(self.in_flight.requests) if r}
         from_place = self.ints([place.get(id(r), 0) for r in step.requests])
-        return self._copies[id(self.in_flight)][0][from_place]
+        tokens: torch.Tensor = self.in_flight.output.tokens[from_place]
+        return tokens
 
     def _forward(
         self,

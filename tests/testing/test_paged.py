@@ -100,7 +100,7 @@ class RightServer(RuleBasedStateMachine):
     @rule()
     def retract(self) -> None:
         if len([r for r in self.server.running if r.arrives < self.server.time]) > 1:
-            self.server._retract()
+            self.server.retract()
 
     @invariant()
     def pages_have_one_owner(self) -> None:
@@ -142,11 +142,11 @@ def test_no_token_of_a_stale_mapping_leaves(
     request = ready[place % len(ready)]
     index = place % (request.settled // server.page_size)
     # Not of one that ends soon, nor of one whose table the cache is about to write anew.
-    certain = request.count - len(request.output) > 2 + drafts and server._decodes(request)
+    certain = request.count - len(request.output) > 2 + drafts and server.decodes(request)
     entered = request.entered
     if how == "table":
         other = request.pages[index] % 62 + 1
-        server._write_table(request.row, index, other)
+        server.write_table(request.row, index, other)
     elif how == "row":
         server.free_row(request.row)
         server.free_rows.remove(request.row)

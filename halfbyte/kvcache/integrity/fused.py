@@ -50,21 +50,22 @@ def _change(
     if count:
         _bump[(triton.cdiv(count, LANES),)](
             state.tags, state.owner, state.counters, pages.contiguous(),
-            pages if tags is None else tags.contiguous(), count,
+            pages if tags is None else tags.contiguous(), count, state.layout.pages,
             ACQUIRE=acquire, GIVEN=tags is not None, ENFORCE=enforce, LANES=LANES, num_warps=4,
         )  # fmt: skip
 
 
 @triton.jit
 def _bump(  # type: ignore[no-untyped-def]
-    tags, owner, counters, pages, given, count,
+    tags, owner, counters, pages, given, count, most,
     ACQUIRE: tl.constexpr, GIVEN: tl.constexpr, ENFORCE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
     page = tl.load(pages + lane, mask=lane < count, other=0)
     real = page != 0
+    page = tl.where((page > 0) & (page < most), page, 0)
     tag = tl.load(tags + page)
-    fits = real & ((tag & 1) == (0 if ACQUIRE else 1)) & (tag != _QUARANTINED)
+    fits = (page != 0) & ((tag & 1) == (0 if ACQUIRE else 1)) & (tag != _QUARANTINED)
     if GIVEN:
         fits &= tag == tl.load(given + lane, mask=lane < count, other=0)
     # Lanes without work compare page 0's tag with one that it never has.
@@ -78,7 +79,7 @@ def _bump(  # type: ignore[no-untyped-def]
         if ENFORCE:
             _poison(tags, owner, counters, page, wrong, LANES)
         elif ACQUIRE:
-            tl.atomic_add(tags + page, 2, mask=wrong & (tag != _QUARANTINED))
+            tl.atomic_add(tags + page, 2, mask=wrong & (page != 0) & (tag != _QUARANTINED))
 
 
 @triton.jit

@@ -106,10 +106,10 @@ class PageTagTracker:
         lengths = torch.full_like(rows, each) if counts is None else counts
         entry = lengths.long()[item] - left
         row = rows.long()[item]
-        inside = (pages >= 0) & (pages < state.layout.pages) & (entry < state.layout.pages_per_row)
-        column = torch.where(inside, entry, state.layout.pages_per_row)
-        state.expected_pages[row, column] = pages.int()
-        state.expected_tags[row, column] = tags.int()
+        column = entry.clamp(max=state.layout.pages_per_row)
+        known = (pages >= 0) & (pages < state.layout.pages)
+        state.expected_pages[row, column] = torch.where(known, pages, 0).int()
+        state.expected_tags[row, column] = torch.where(known, tags, QUARANTINED).int()
         rows = rows.long()
         state.held[rows] = torch.maximum(state.held[rows], lengths.int())
 

@@ -271,6 +271,22 @@ def test_frees_of_what_is_free_or_anothers_are_found() -> None:
     assert kinds(engine.step(2, length=4)) == [(2, "TAG", 0)]
 
 
+def test_numbers_that_are_no_page_are_faults_and_reach_no_memory() -> None:
+    engine = Engine()
+    before = engine.tracker.state.tags.clone()
+    for number in (-1, 32, 2**31 - 1):
+        engine.tracker.acquire(ints(number))
+        engine.tracker.release(ints(number))
+        engine.tracker.quarantine(ints(number))
+    assert torch.equal(engine.tracker.state.tags, before)
+    counters = engine.tracker.state.counters
+    assert counters[[Counter.ACQUIRE, Counter.RELEASE, Counter.QUARANTINED]].tolist() == [3, 3, 0]
+    engine.tracker.bind(ints(1, 2))
+    engine.tracker.extend(ints(1), ints(1), ints(32 * 4))
+    engine.tracker.expect_prefix(ints(2), ints(-1), ints(1))
+    assert [kind for _, kind, _ in kinds(engine.step(1, 2, length=1))] == ["CLAIM", "TAG"]
+
+
 def test_one_page_for_two_requests_of_a_batch_stops_both() -> None:
     engine = Engine()
     engine.tracker.acquire(ints(5))
