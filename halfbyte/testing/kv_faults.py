@@ -16,7 +16,9 @@ from functools import partial
 import numpy as np
 
 from halfbyte.kvcache.integrity.tracker import Mode
-from halfbyte.testing.paged import NAN, POOLS, VOCABULARY, Node, Request, Server, Step
+from halfbyte.testing.arithmetic import NAN, POOLS, VOCABULARY
+from halfbyte.testing.paged import Server
+from halfbyte.testing.paged_parts import Node, Request, Step
 
 
 class Outcome(Enum):

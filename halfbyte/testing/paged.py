@@ -6,9 +6,8 @@ one are read, so a request that has ended is in one more step), prefill in chunk
 pages run out, padding rows as for graphs, speculative drafts, pages that are loaded from the host
 or come from another machine late.
 
-Its model is arithmetic: a token's entry in the cache follows from all entries before it, and the
-next token from all of them. So each request's answer is known beforehand (`answer`), and any wrong
-page that is read shows in what is released.
+Its model is arithmetic, so each request's answer is known beforehand, and any wrong page that is
+read shows in what is released.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,132 +22,8 @@ import torch
 
 from halfbyte.kvcache.integrity.state import Layout
 from halfbyte.kvcache.integrity.tracker import Mode, Tracker, Violation, open_tracker
-
-VOCABULARY = 97
-NAN = np.uint64(2**63 + 1)
-"""An entry that spoils whatever reads it, even where a mask leaves it out."""
-POOLS = 2
-"""Entries of a slot: latent and index keys, or target and draft model. They share their pages."""
-_ODD = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], dtype=np.uint64)
-
-
-def entry_of(before: np.uint64, token: int, position: int) -> np.ndarray:
-    """uint64 [POOLS]: what a token leaves in the cache, `before` being the sum over it."""
-    with np.errstate(over="ignore"):
-        return (before + np.uint64(token * 2654435761 + position + 1)) * _ODD
-
-
-def weighed(entries: np.ndarray, first: int = 0) -> np.uint64:
-    """Sum over `entries` [POOLS, n] from position `first` on; each place has a weight of its own,
-    so that entries in another order are not the same."""
-    with np.errstate(over="ignore"):
-        weight = np.arange(first, first + entries.shape[1], dtype=np.uint64) * np.uint64(2)
-        total = (entries * (weight + np.uint64(1))).sum(dtype=np.uint64)
-    return np.uint64(total)
-
-
-def token_of(total: np.uint64) -> int:
-    return int((int(total) >> 17) % VOCABULARY)
-
-
-def answer(prompt: Sequence[int], count: int) -> list[int]:
-    """The right tokens after `prompt`."""
-    tokens, total = list(prompt), np.uint64(0)
-    for position in range(len(prompt) + count):
-        if position == len(tokens):
-            tokens.append(token_of(total))
-        entry = entry_of(total, tokens[position], position)
-        with np.errstate(over="ignore"):
-            total = total + weighed(entry[:, None], position)
-    return tokens[len(prompt) : len(prompt) + count]
-
-
-@dataclass
-class Node:
-    """A full page in the prefix cache, with the tag that it was given when it went in."""
-
-    tokens: tuple[int, ...]
-    page: int
-    tag: torch.Tensor
-    parent: Node | None
-    children: dict[tuple[int, ...], Node] = field(default_factory=dict)
-    locks: int = 0
-    used: int = 0
-
-    def path(self) -> list[Node]:
-        """From the first page to this one; the root has none."""
-        nodes, node = [], self
-        while node.parent is not None:
-            nodes.append(node)
-            node = node.parent
-        return nodes[::-1]
-
-    @property
-    def prefix(self) -> tuple[int, ...]:
-        return tuple(token for node in self.path() for token in node.tokens)
-
-
-@dataclass(eq=False)
-class Request:
-    number: int
-    prompt: list[int]
-    count: int
-    """Tokens to answer with."""
-    remote: bool = False
-    """Whether another machine computes the prompt and sends its entries."""
-    output: list[int] = field(default_factory=list)
-    row: int = 0
-    """0 while it has none."""
-    entered: int = 0
-    """How often it was admitted: once more after each retraction."""
-    pages: list[int] = field(default_factory=list)
-    node: Node | None = None
-    """The last of the prefix cache's that it uses; the first `cached` of its pages are theirs."""
-    cached: int = 0
-    filled: int = 0
-    """Tokens whose entries are computed, or will be by a step that was launched."""
-    settled: int = 0
-    """Tokens whose entries were computed by steps with a clean verdict; what may be cached."""
-    arrives: int = -1
-    """The iteration in which entries come from another machine; -1 for none."""
-    state: str = "waiting"
-    """waiting, running, done, cancelled, aborted"""
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.prompt + self.output
-
-
-@dataclass
-class Step:
-    """A batch that was launched: its requests (None for padding), and what came out."""
-
-    requests: list[Request | None]
-    rows: torch.Tensor
-    lengths: torch.Tensor
-    slots: torch.Tensor | None
-    generations: torch.Tensor
-    new: list[list[int]]
-    """Tokens that are computed, of each row."""
-    ends: list[int]
-    """`lengths`, on the host."""
-    entered: list[int] = field(init=False)
-    produced: list[list[int]] = field(default_factory=list)
-    report: torch.Tensor | None = None
-    output: Any = None
-    """What a server with another model keeps of the step until it is processed."""
-
-    def __post_init__(self) -> None:
-        self.entered = [request.entered if request else 0 for request in self.requests]
-
-    def live(self) -> list[Request | None]:
-        """None for those that ended or were retracted since, though they may run again."""
-        return [
-            request
-            if request and (request.state, request.entered) == ("running", entered)
-            else None
-            for request, entered in zip(self.requests, self.entered, strict=True)
-        ]
+from halfbyte.testing.arithmetic import NAN, POOLS, VOCABULARY, answer, entry_of, token_of, weighed
+from halfbyte.testing.paged_parts import Node, Request, Step
 
 
 class Server:

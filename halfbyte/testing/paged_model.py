@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from halfbyte.kvcache.integrity.tracker import Mode
-from halfbyte.testing.paged import Request, Server, Step
+from halfbyte.testing.paged import Server
+from halfbyte.testing.paged_parts import Request, Step
 
 UNKNOWN = -1
 """In place of a token that the step in flight produces."""

@@ -9,7 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from halfbyte.testing.paged import VOCABULARY, Request, Server, answer
+from halfbyte.testing.arithmetic import VOCABULARY
+from halfbyte.testing.paged import Server
+from halfbyte.testing.paged_parts import Request
 
 MOST_STEPS = 100_000
 KINDS = {
@@ -160,13 +162,6 @@ def test_no_token_of_a_stale_mapping_leaves(
     assert server.wrong() == []
     if certain and request.entered == entered:
         assert request.state == "aborted"
-
-
-def test_answers_follow_from_every_token_and_place() -> None:
-    right = answer([1, 2, 3, 4], 6)
-    assert right == answer([1, 2, 3, 4], 9)[:6]
-    others = [answer(prompt, 6) for prompt in ([2, 1, 3, 4], [1, 2, 3, 5], [1, 2, 3], [0, 2, 3, 4])]
-    assert right not in others
 
 
 def test_a_pool_that_one_request_does_not_fit_says_so() -> None:
