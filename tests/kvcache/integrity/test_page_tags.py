@@ -257,6 +257,23 @@ def test_a_page_handed_out_twice_stops_both_owners_and_is_quarantined() -> None:
     assert engine.tracker.usable(free) is free
 
 
+def test_all_who_share_a_page_in_quarantine_are_stopped_and_nobody_else() -> None:
+    engine = Engine()
+    engine.start(1, 5, 6, length=8)
+    engine.start(2, 7, length=4)
+    node = engine.tracker.share(1, 0, 1)
+    engine.tracker.bind(ints(3))
+    engine.tracker.expect_prefix(ints(3), ints(5), node)
+    engine.table[3, :4] = engine.table[1, :4]
+    assert engine.step(1, 2, 3, length=4) == []
+    engine.tracker.quarantine(ints(5))
+    violations = engine.step(1, 2, 3, length=4)
+    assert kinds(violations) == [(1, "TAG", 0), (3, "TAG", 0)]
+    own = [engine.tracker.abort(violation).own_pages.tolist() for violation in violations]
+    assert own == [[6], []]
+    assert engine.tracker.usable(ints(5, 8)).tolist() == [8]
+
+
 def test_frees_of_what_is_free_or_anothers_are_found() -> None:
     engine = Engine()
     engine.start(1, 5, 6, length=8)
