@@ -8,6 +8,7 @@ each is its `outcome`, those that it cannot see included.
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -79,12 +80,12 @@ def _running(server: Server, *, left: int = 4, own: int = 1) -> list[Request]:
 
 def _next_out(server: Server, *pages: int) -> None:
     """These of the free list are handed out next."""
-    server.free = type(server.free)([*pages, *(p for p in server.free if p not in pages)])
+    server.free = deque([*pages, *(p for p in server.free if p not in pages)])
 
 
-def _pending(server: Server, ahead: int = 0) -> list[Request]:
+def _pending(server: Server) -> list[Request]:
     """Requests whose prompt is still on its way."""
-    return [r for r in server.running if r.arrives >= server.time + ahead]
+    return [r for r in server.running if r.arrives >= server.time]
 
 
 def _used_nodes(server: Server) -> list[Node]:
@@ -158,7 +159,7 @@ def free_again(server: Server) -> bool:
         return False
     page = server.free[-1]
     server.free_pages([page])
-    server.free = type(server.free)([page, *list(server.free)[:-2], page])
+    server.free.rotate(1)
     return True
 
 
@@ -323,12 +324,12 @@ def overrun_freed_again(server: Server) -> bool:
 
     def twice(request: Request) -> None:
         page, full = request.pages[-1], (len(request.tokens) - 1) // server.page_size
+        uncached = len(request.pages) > full
         finish(request)
-        if len(request.tokens) > full * server.page_size:
+        if uncached:
             server.finish = finish  # type: ignore[method-assign]
             server.free_pages([page])
-            server.free = type(server.free)([page, *server.free])
-            server.free.pop()
+            server.free.rotate(1)
 
     server.finish = twice  # type: ignore[method-assign]
     return True
