@@ -193,6 +193,7 @@ __device__ __forceinline__ void copy_codes(
         }
         end_of_copies(barrier);
 #endif
+        __syncwarp();
         place.next(layout.depth);
     }
 }
@@ -230,6 +231,7 @@ __device__ __forceinline__ void copy_tokens(
         }
         end_of_copies(barrier);
 #endif
+        __syncwarp();
         place.next(layout.depth);
     }
 }
