@@ -8,10 +8,11 @@
 // copy, blocks of all rows of the program and some of their columns and the activations of these,
 // passes through a ring of stages in shared memory; two barriers of a stage say that it is full and
 // that it is empty again. On Hopper one instruction copies all codes and scales of a stage, and one
-// the activations of all tokens, or of one where they are gathered. Warps share the
-// columns of a stage, its rows, or both. In the end warps that share rows, and the programs of a
-// cluster, which share them too, add up their parts in a fixed order through shared memory: no atomics,
-// no workspace, the same bits every time.
+// the activations of all tokens, or of one where they are gathered.
+//
+// Warps share the columns of a stage, its rows, or both. In the end warps that share rows, and the
+// programs of a cluster, which share them too, add up their parts in a fixed order through shared
+// memory: no atomics, no workspace, the same bits every time.
 //
 // For few tokens the weight is never rounded. The sums of a group start from -8 times the sum of its
 // activations, which a product with a constant matrix gives, so that no code is ever corrected; then
