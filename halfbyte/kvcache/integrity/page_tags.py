@@ -13,6 +13,7 @@ from halfbyte.errors import IntegrityError
 from halfbyte.kvcache.integrity import reference
 from halfbyte.kvcache.integrity.state import (
     CLEAN,
+    FREE,
     FRESH,
     QUARANTINED,
     SHARED,
@@ -230,6 +231,15 @@ class PageTagTracker:
         if not self._enforce or not self._counts[Counter.QUARANTINED]:
             return pages
         return pages[self.state.tags[pages.long()] != QUARANTINED]
+
+    def clear(self) -> None:
+        state = self.state
+        # Page 0 is odd and stays so.
+        state.tags[1:].add_(state.tags[1:] & 1)
+        state.owner[1:] = FREE
+        state.held.zero_()
+        state.generation.add_(state.generation & 1)
+        state.verdict.fill_(CLEAN)
 
     def metrics(self) -> Mapping[str, int]:
         return {

@@ -165,6 +165,10 @@ class Tracker(Protocol):
         """A free list without quarantined pages. The same tensor, without waiting for the device,
         as long as no settled report has told of any; mode log never takes any out."""
 
+    def clear(self) -> None:
+        """The engine starts anew: every page is free but those in quarantine, no row is bound, and
+        no prefix cache has anything."""
+
     def metrics(self) -> Mapping[str, int]:
         """Counts since the start, as of the last settled report."""
 
@@ -238,6 +242,8 @@ class NoopTracker:
 
     def usable(self, pages: torch.Tensor) -> torch.Tensor:
         return pages
+
+    def clear(self) -> None: ...
 
     def metrics(self) -> Mapping[str, int]:
         return {}
