@@ -28,11 +28,12 @@ from halfbyte.kvcache.integrity.tracker import Abort, Mode, Violation
 logger = logging.getLogger(__name__)
 
 ALLOCATOR = {
+    Counter.CLAIM: Kind.CLAIM,
     Counter.ACQUIRE: Kind.ACQUIRE,
     Counter.RELEASE: Kind.RELEASE,
     Counter.PADDING: Kind.PADDING,
 }
-"""Faults that are no request's, and are counted on the device only."""
+"""Faults that are counted on the device, since a request's verdict may hide them or none has it."""
 
 
 class PageTagTracker:
@@ -194,7 +195,7 @@ class PageTagTracker:
             found.append(violation)
             if self._told.get(row) != verdict:
                 self._told[row] = verdict
-                self._found[kind] += 1
+                self._found[kind] += kind not in ALLOCATOR.values()
                 logger.error(
                     "kv-integrity step=%d row=%d kind=%s index=%d",
                     self._steps, row, kind.name.lower(), violation.index,
@@ -203,7 +204,8 @@ class PageTagTracker:
 
     def abort(self, violation: Violation) -> Abort:
         state, row = self.state, violation.row
-        held = int(state.held[row])
+        own_row = violation.kind != Kind.ROW
+        held = int(state.held[row]) if own_row else 0
         pages = state.expected_pages[row, :held].long()
         tags = state.expected_tags[row, :held]
         own = (state.owner[pages] == row) & (state.tags[pages] == tags)
@@ -214,7 +216,7 @@ class PageTagTracker:
             "kv-integrity abort row=%d page=%d expected_tag=%d found_tag=%d owner=%d own_pages=%d",
             row, page, expected, found, int(state.owner[page]), int(own.sum()),
         )  # fmt: skip
-        return Abort(page, expected, found, pages[own].int())
+        return Abort(page, expected, found, pages[own].int(), own_row)
 
     def quarantine(self, pages: torch.Tensor) -> None:
         reference.quarantine(self.state, pages)

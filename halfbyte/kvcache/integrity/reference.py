@@ -213,6 +213,8 @@ def _step(state: State, page: torch.Tensor, chosen: torch.Tensor, owner: int) ->
 
 def _poison(state: State, page: torch.Tensor, chosen: torch.Tensor) -> None:
     """Quarantines, but page 0 never."""
+    if chosen.device.type == "cpu" and not chosen.any():
+        return  # a look at the result would wait for a GPU, but costs a CPU nothing
     place, _, repeated = _sorted(torch.where(chosen, page, 0))
     fresh = (place != 0) & ~repeated & (state.tags[place] != QUARANTINED)
     _assign(state.tags, page, chosen, torch.full_like(page, QUARANTINED).int())

@@ -59,6 +59,9 @@ class Abort:
     own_pages: torch.Tensor
     """Those that are the request's alone beyond doubt: only these may be freed. Others are shared,
     somebody else's, free already or quarantined."""
+    own_row: bool
+    """Whether the row is the request's, to be given back. If not, which pages were its own is not
+    known any more, and none is freed."""
 
 
 class Tracker(Protocol):
@@ -152,7 +155,9 @@ class Tracker(Protocol):
 
     def abort(self, violation: Violation) -> Abort:
         """What to know when the engine ends a bad request. Waits for the device. Call it before
-        anything of the request is released; keep its pages out of the prefix cache."""
+        anything of the request is released. Keep its pages out of the prefix cache, which so must
+        not get those of a step before the step is settled; and if the bad page is the cache's, let
+        nobody find it there any more."""
 
     def quarantine(self, pages: torch.Tensor) -> None:
         """Nobody may use `pages` [n] until `readmit`: requests that have them fail their next

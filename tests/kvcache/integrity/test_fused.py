@@ -5,8 +5,12 @@ Without a GPU they are interpreted on CPU tensors: that checks what they mean, n
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -145,7 +149,7 @@ def test_random_histories_end_alike(
     if mode == "log":
         monkeypatch.setattr(fused, "PROGRAMS", 1)  # one to a row, which loops over its pages
     history = History(layout, mode)
-    for number in range(30):
+    for number in range(20):
         history.replace(history.chance.choice(history.rows))
         history.step()
         if number % 10 == 9:
@@ -166,3 +170,16 @@ def test_ragged_batches_extend_alike() -> None:
     pair("extend", torch.tensor([3, 1, 2]), counts, slots, counts)
     assert pair.both[1].state.held.tolist() == [0, 7, 1, 1] + [0] * 5
     assert pair.both[1].state.expected_pages[1, :7].tolist() == list(range(2, 9))
+
+
+def test_kernels_compile_for_a_gpu() -> None:
+    """What the interpreter allows, as a variable that changes its type, a compiler may refuse."""
+    program = Path(__file__).with_name("compile_fused.py")
+    environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, program], env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    sizes = [int(line) for line in result.stdout.split()]
+    assert len(sizes) == 15
+    assert min(sizes) > 0
