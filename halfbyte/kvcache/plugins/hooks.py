@@ -5,17 +5,23 @@ And what both engines need besides: the tags of the pages that a prefix cache ke
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import logging
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from halfbyte.errors import IntegrityError
+from halfbyte import env
+from halfbyte.errors import IntegrityError, UsageError
 from halfbyte.kvcache.integrity.state import QUARANTINED
+from halfbyte.kvcache.integrity.tracker import Mode
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,3 +113,26 @@ class PrefixTags:
     def clear(self) -> None:
         """The cache gives up everything."""
         self._tags.zero_()
+
+
+def read_mode() -> Mode:
+    """`env.kv_integrity`. Ends the process if it means nothing: the engines would go on without."""
+    try:
+        return env.kv_integrity()
+    except UsageError as error:
+        raise SystemExit(f"KV-cache integrity: {error} ({error.hint})") from error
+
+
+@contextlib.contextmanager
+def stops_the_server(mode: Mode) -> Iterator[None]:
+    """Around what sets up checks. If they cannot run, the process ends; in mode log it goes on
+    without them, and that is logged. Engines only log what a plugin raises."""
+    try:
+        yield
+    except IntegrityError as error:
+        message = f"KV-cache integrity is not on: {error}" + (
+            f" ({error.hint})" if error.hint else ""
+        )
+        if mode != "log":
+            raise SystemExit(message) from error
+        logger.error("%s", message)

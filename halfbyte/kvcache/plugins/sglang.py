@@ -9,14 +9,15 @@ verdict goes to the host in the same copy as the sampled tokens. A bad request e
 those whose KV could not be loaded: with status 500, without this step's token, and its KV does not
 enter the prefix cache.
 
-Not covered, and refused when the server starts: `_unsupported`. Rows of beam searches are left out
+Not covered, and refused when the server starts: `unsupported`. Rows of beam searches are left out
 of the check.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
 from importlib import metadata
 from typing import Any
@@ -24,9 +25,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from halfbyte import env
-from halfbyte.errors import HalfbyteError, IntegrityError
-from halfbyte.kvcache.integrity.state import Layout
+from halfbyte.errors import IntegrityError
+from halfbyte.kvcache.integrity.state import Kind, Layout
 from halfbyte.kvcache.integrity.tracker import Mode, Violation, open_tracker
 from halfbyte.kvcache.plugins.hooks import (
     Hook,
@@ -61,11 +61,16 @@ class Guard:
         self.device = table.req_to_token.device
         self.tracker = open_tracker(mode, layout, self.device)
         self.prefix = PrefixTags(layout.pages, self.device)
-        self.withheld_pages = 0
+        self.quarantined_pages = self.lost_tokens = 0
+        """What is in no free list: because it is bad, or because nobody knows whose it was."""
         self.inserting: int | None = None
         """The row whose pages the prefix cache is being given."""
+        self.matched: int | None = None
+        """How many of its tokens the cache had before."""
         self.freeable: torch.Tensor | None = None
         """The pages that the request which is being released may give back; None for all."""
+        self.keeps_row = False
+        """Whether that request's row is another's by now."""
 
     def pages(self, slots: torch.Tensor) -> torch.Tensor:
         """Of slots that begin at a page, all slots of each page but the last."""
@@ -76,6 +81,14 @@ class Guard:
         host = torch.tensor(values, dtype=torch.int64, pin_memory=pinned)
         return host.to(self.device, non_blocking=True)
 
+    @contextlib.contextmanager
+    def insertion_of(self, row: int) -> Iterator[None]:
+        self.inserting, self.matched = row, None
+        try:
+            yield
+        finally:
+            self.inserting = None
+
     def may_free(self, pages: torch.Tensor) -> torch.Tensor:
         return pages if self.freeable is None else pages[torch.isin(pages, self.freeable)]
 
@@ -84,11 +97,21 @@ class Guard:
         self.tracker.release(pages)
         return self.tracker.usable(pages)
 
+    def extend(
+        self, batch: Any, rows: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor,
+        counts: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        # What SGLang writes to a row that is another's by now must not become that one's.
+        known = rows[: len(batch.reqs)]
+        mine = self.tracker.generations(known) == _generations(batch)
+        rows = torch.cat([torch.where(mine, known, 0), rows[len(batch.reqs) :]])
+        self.tracker.extend(rows, lengths, slots, counts)
+
     def check(self, batch: Any) -> torch.Tensor:
         rows = batch.req_pool_indices[: len(batch.reqs)]
         if any(req.beam_group is not None for req in batch.reqs):
             rows = rows * self.to_device([req.beam_group is None for req in batch.reqs])
-        generations = torch.cat([req.halfbyte_generation for req in batch.reqs])
+        generations = _generations(batch)
         lengths = batch.seq_lens[: len(batch.reqs)]
         slots = batch.out_cache_loc[: len(batch.reqs)] if batch.forward_mode.is_decode() else None
         self.tracker.check(rows, lengths, self._table.req_to_token, slots, generations)
@@ -97,17 +120,22 @@ class Guard:
     def settle(self, reqs: Sequence[Any], report: torch.Tensor) -> Sequence[Violation]:
         rows = [None if req.finished() or req.is_retracted else req.kv.req_pool_idx for req in reqs]
         violations = self.tracker.settle(report, rows)
-        withheld = self.tracker.metrics()["quarantined_pages"]
-        if withheld != self.withheld_pages and self.mode != "log":
+        quarantined = self.tracker.metrics()["quarantined_pages"]
+        if quarantined != self.quarantined_pages and self.mode != "log":
             self._allocator.free_pages = self.tracker.usable(self._allocator.free_pages)
-            self.withheld_pages = withheld
+            self.quarantined_pages = quarantined
         return violations if self.mode == "abort" else ()
 
     def clear(self) -> None:
         """The allocator has all its pages again."""
         self.tracker.clear()
         self.prefix.clear()
+        self.lost_tokens = 0
         self._allocator.free_pages = self.tracker.usable(self._allocator.free_pages)
+
+
+def _generations(batch: Any) -> torch.Tensor:
+    return torch.cat([req.halfbyte_generation for req in batch.reqs])
 
 
 _guards: WeakKeyDictionary[Any, Guard] = WeakKeyDictionary()
@@ -140,7 +168,7 @@ def _acquiring(original: Callable[..., Any], allocator: Any, *args: Any, **kwarg
         return original(allocator, *args, **kwargs)
     before = allocator.free_pages
     slots = original(allocator, *args, **kwargs)
-    # The list is not sorted meanwhile (`_unsupported`), so what went is what was in front.
+    # The list is not sorted meanwhile (`unsupported`), so what went is what was in front.
     if taken := len(before) - len(allocator.free_pages):
         guard.tracker.acquire(before[:taken])
     return slots
@@ -195,6 +223,8 @@ def _binding(original: Callable[..., Any], table: Any, need_size: int) -> Any:
 
 def _unbinding(original: Callable[..., Any], table: Any, indices: list[int]) -> None:
     guard = _guards.get(table)
+    if guard is not None and guard.keeps_row:
+        return
     if guard is not None and indices:
         guard.tracker.unbind(guard.to_device(indices))
     original(table, indices)
@@ -223,14 +253,14 @@ def _extending(original: Callable[..., Any], batch: Any) -> Any:
             guard.prefix.of(pages),
             guard.to_device([len(prefix) for prefix in prefixes]),
         )
-    guard.tracker.extend(rows, batch.seq_lens, slots, guard.to_device(batch.extend_lens))
+    guard.extend(batch, rows, batch.seq_lens, slots, guard.to_device(batch.extend_lens))
     return slots, rows, rows_cpu
 
 
 def _decoding(original: Callable[..., Any], batch: Any, token_per_req: int) -> Any:
     slots = original(batch, token_per_req)
     if guard := _guard_of(batch):
-        guard.tracker.extend(batch.req_pool_indices, batch.seq_lens + token_per_req, slots)
+        guard.extend(batch, batch.req_pool_indices, batch.seq_lens + token_per_req, slots)
     return slots
 
 
@@ -239,14 +269,12 @@ def _caching(original: Callable[..., Any], cache: Any, req: Any, **kwargs: Any) 
     if guard is None or cache.disable:
         original(cache, req, **kwargs)
         return
-    guard.inserting = req.kv.req_pool_idx
-    try:
+    before = req.kv.cache_protected_len
+    with guard.insertion_of(req.kv.req_pool_idx):
         original(cache, req, **kwargs)
-    finally:
-        guard.inserting = None
-    # The row has the cache's pages now where others had computed the same tokens before.
-    pages = guard.pages(cache.path_device_indices(req.last_node))
-    if len(pages) and not req.finished():
+    if (guard.matched or 0) > before and not req.finished():
+        # The row has the cache's pages now where others had computed the same tokens before.
+        pages = guard.pages(cache.path_device_indices(req.last_node)[: guard.matched])
         row = guard.to_device([req.kv.req_pool_idx])
         guard.tracker.expect_prefix(row, pages, guard.prefix.of(pages))
 
@@ -256,6 +284,9 @@ def _inserting(original: Callable[..., Any], cache: Any, params: Any) -> Any:
     guard = _guards.get(cache.token_to_kv_pool_allocator)
     if guard is None or cache.disable:
         return result
+    if guard.matched is None:
+        # A second insert, which only splits a node, finds everything.
+        guard.matched = result.prefix_len
     start, stop = result.prefix_len // guard.page_size, len(params.value) // guard.page_size
     if start < stop:
         pages = guard.pages(params.value)[start:stop]
@@ -286,14 +317,14 @@ def _running(original: Callable[..., Any], worker: Any, batch: Any, *args: Any, 
 
 def _copying(original: Callable[..., Any], result: Any, *args: Any, **kwargs: Any) -> None:
     if (report := getattr(result, "halfbyte_report", None)) is not None:
-        from sglang.srt.managers.utils import _async_d2h
+        from sglang.srt.utils.common import async_d2h
 
-        result.halfbyte_report = _async_d2h(report)
+        result.halfbyte_report = async_d2h(report)
     original(result, *args, **kwargs)
 
 
 def _processing(original: Callable[..., Any], processor: Any, batch: Any, result: Any) -> None:
-    guard = _guard_of(batch)
+    guard = _guards.get(processor.token_to_kv_pool_allocator)
     if guard is not None and batch.reqs:
         report = getattr(result, "halfbyte_report", None)
         if report is None:
@@ -321,7 +352,10 @@ def _abort(guard: Guard, batch: Any, violation: Violation) -> None:
     req = batch.reqs[violation.position]
     if req.discard_output_reason is not None:
         return
-    req.halfbyte_freeable = guard.tracker.abort(violation).own_pages
+    own_pages = guard.tracker.abort(violation).own_pages
+    # A row that is another's by now tells nothing of this request's pages.
+    req.halfbyte_keeps_row = violation.kind is Kind.ROW
+    req.halfbyte_freeable = own_pages[:0] if req.halfbyte_keeps_row else own_pages
     req.skip_radix_cache_insert = True
     reason = FINISH_ABORT(
         f"KV-cache integrity: {violation}",
@@ -340,46 +374,44 @@ def _ending(original: Callable[..., Any], req: Any, tree_cache: Any, *, checkpoi
         original(req, tree_cache, checkpoint=checkpoint)
         return
     guard = _guards[tree_cache.token_to_kv_pool_allocator]
-    guard.freeable = freeable
+    guard.freeable, guard.keeps_row = freeable, req.halfbyte_keeps_row
+    if guard.keeps_row:
+        start, stop = req.kv.cache_protected_len, req.kv.kv_allocated_len
+        guard.lost_tokens += -(-(stop - start) // guard.page_size) * guard.page_size
     try:
         original(req, tree_cache, checkpoint=False)
     finally:
-        guard.freeable = None
+        guard.freeable, guard.keeps_row = None, False
 
 
 def _accounting(original: Callable[..., Any], checker: Any, ps: Any, uncached: int = 0) -> Any:
-    """What is in quarantine is no leak."""
-    guard = _guards.get(checker.token_to_kv_pool_allocator)
-    withheld = guard.withheld_pages * guard.page_size if guard else 0
-    return original(checker, ps, uncached + withheld)
+    """What is withheld is no leak."""
+    if guard := _guards.get(checker.token_to_kv_pool_allocator):
+        uncached += guard.quarantined_pages * guard.page_size + guard.lost_tokens
+    return original(checker, ps, uncached)
 
 
 def _starting(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> None:
     original(scheduler, *args, **kwargs)
-    mode = env.kv_integrity()
-    try:
+    mode = read_mode()
+    with stops_the_server(mode):
         check_installed(HOOKS, _engine())
-        if reasons := _unsupported(scheduler):
+        if reasons := unsupported(scheduler):
             raise IntegrityError(
                 f"KV-cache integrity does not cover {', '.join(reasons)}",
                 hint="leave these out, or set HALFBYTE_KV_INTEGRITY=off",
             )
         allocator, table = scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool
         attach(mode, allocator, table)
-    except HalfbyteError as error:
-        if mode != "log":
-            raise
-        logger.error("kv-integrity is not on: %s", error)
-        return
-    logger.info(
-        "kv-integrity mode=%s engine=%s pool=%s pages=%d page_size=%d requests=%d hooks=%d",
-        mode, _engine(), type(allocator.get_kvcache()).__name__,
-        allocator.size // allocator.page_size, allocator.page_size,
-        table.req_to_token.shape[0] - 1, len(HOOKS),
-    )  # fmt: skip
+        logger.info(
+            "kv-integrity mode=%s engine=%s pool=%s pages=%d page_size=%d requests=%d hooks=%d",
+            mode, _engine(), type(allocator.get_kvcache()).__name__,
+            allocator.size // allocator.page_size, allocator.page_size,
+            table.req_to_token.shape[0] - 1, len(HOOKS),
+        )  # fmt: skip
 
 
-def _unsupported(scheduler: Any) -> list[str]:
+def unsupported(scheduler: Any) -> list[str]:
     """What of the server's configuration moves pages in ways that no hook sees."""
     allocator, cache = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
     table = scheduler.req_to_token_pool
@@ -468,6 +500,10 @@ def install() -> None:
         return
     with stops_the_server(mode):
         check_targets(HOOKS, _engine())
+        register()
+
+
+def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for hook in HOOKS:
