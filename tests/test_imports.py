@@ -72,6 +72,7 @@ STARTS_WITHOUT_THEM = (
     "halfbyte.formats.source",
     "halfbyte.formats.weights",
     "halfbyte.kernels.decode_time",
+    "halfbyte.kvcache.integrity.tracker",
     "halfbyte.models",
     "halfbyte.quantize.plan",
     "halfbyte.quantize.recipe",

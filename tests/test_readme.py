@@ -17,7 +17,9 @@ from halfbyte.cli import COMMANDS, app, insert_run, main
 from halfbyte.testing.hub import LoopbackHub
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md"]
+PAGES = [
+    "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md", "docs/kv-integrity.md",
+]  # fmt: skip
 TARGETS = set(re.findall(r"^([a-z]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
 
 

@@ -8,6 +8,7 @@ each is its `outcome`, those that it cannot see included.
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -16,7 +17,9 @@ from functools import partial
 import numpy as np
 
 from halfbyte.kvcache.integrity.tracker import Mode
-from halfbyte.testing.paged import NAN, POOLS, VOCABULARY, Node, Request, Server, Step
+from halfbyte.testing.arithmetic import NAN, POOLS, VOCABULARY
+from halfbyte.testing.paged import Server
+from halfbyte.testing.paged_parts import Node, Request, Step
 
 
 class Outcome(Enum):
@@ -77,12 +80,12 @@ def _running(server: Server, *, left: int = 4, own: int = 1) -> list[Request]:
 
 def _next_out(server: Server, *pages: int) -> None:
     """These of the free list are handed out next."""
-    server.free = type(server.free)([*pages, *(p for p in server.free if p not in pages)])
+    server.free = deque([*pages, *(p for p in server.free if p not in pages)])
 
 
-def _pending(server: Server, ahead: int = 0) -> list[Request]:
+def _pending(server: Server) -> list[Request]:
     """Requests whose prompt is still on its way."""
-    return [r for r in server.running if r.arrives >= server.time + ahead]
+    return [r for r in server.running if r.arrives >= server.time]
 
 
 def _used_nodes(server: Server) -> list[Node]:
@@ -133,8 +136,8 @@ def row_recycled(server: Server) -> bool:
         server.free_row(request.row)
         other = server.waiting.popleft()
         other.remote = False
-        server._enter(other, [])
-        server._take(other, len(other.tokens))
+        server.enter(other, [])
+        server.take(other, len(other.tokens))
 
     server.before_launch = recycle
     return True
@@ -145,7 +148,7 @@ def alias_page(server: Server) -> bool:
     for request in ready:
         for other in _running(server, left=6):
             if other is not request and len(request.pages) * server.page_size == request.filled:
-                server._write_table(request.row, len(request.pages), other.pages[-1])
+                server.write_table(request.row, len(request.pages), other.pages[-1])
                 request.pages.append(other.pages[-1])
                 return True
     return False
@@ -156,7 +159,7 @@ def free_again(server: Server) -> bool:
         return False
     page = server.free[-1]
     server.free_pages([page])
-    server.free = type(server.free)([page, *list(server.free)[:-2], page])
+    server.free.rotate(1)
     return True
 
 
@@ -198,7 +201,7 @@ def stale_padding_slots(server: Server) -> bool:
 
 
 def negative_padding_slot(server: Server) -> bool:
-    last = server.memory.shape[1] // server.page_size - 1
+    last = server.pages - 1
     if any(last in r.pages[:-1] for r in _running(server, own=0)):
         server.padding_slot = lambda: -1
         return True
@@ -257,7 +260,7 @@ def freed_while_loading(server: Server) -> bool:
         if request.count < 4:
             continue
         # What came is written at once, so only the pages' early return is wrong.
-        server._arrive_now(request)
+        server.arrive_now(request)
         pages = list(request.pages)
         server.free_pages(pages)
         _next_out(server, *pages)
@@ -321,12 +324,12 @@ def overrun_freed_again(server: Server) -> bool:
 
     def twice(request: Request) -> None:
         page, full = request.pages[-1], (len(request.tokens) - 1) // server.page_size
+        uncached = len(request.pages) > full
         finish(request)
-        if len(request.tokens) > full * server.page_size:
+        if uncached:
             server.finish = finish  # type: ignore[method-assign]
             server.free_pages([page])
-            server.free = type(server.free)([page, *server.free])
-            server.free.pop()
+            server.free.rotate(1)
 
     server.finish = twice  # type: ignore[method-assign]
     return True
@@ -339,7 +342,7 @@ def aborted_entries_cached(server: Server) -> bool:
             continue
         server.transfers = [(at, w) for at, w in server.transfers if at != request.arrives]
         request.arrives = -1
-        server._insert(request, full)
+        server.insert(request, full)
         prompt = [*request.prompt[: full * server.page_size], 1, 2, 3]
         server.cancel(request)
         server.submit(prompt, 5)

@@ -6,9 +6,8 @@ one are read, so a request that has ended is in one more step), prefill in chunk
 pages run out, padding rows as for graphs, speculative drafts, pages that are loaded from the host
 or come from another machine late.
 
-Its model is arithmetic: a token's entry in the cache follows from all entries before it, and the
-next token from all of them. So each request's answer is known beforehand (`answer`), and any wrong
-page that is read shows in what is released.
+Its model is arithmetic, so each request's answer is known beforehand, and any wrong page that is
+read shows in what is released.
 """
 
 from __future__ import annotations
@@ -16,124 +15,22 @@ from __future__ import annotations
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
 from halfbyte.kvcache.integrity.state import Layout
 from halfbyte.kvcache.integrity.tracker import Mode, Tracker, Violation, open_tracker
-
-VOCABULARY = 97
-NAN = np.uint64(2**63 + 1)
-"""An entry that spoils whatever reads it, even where a mask leaves it out."""
-POOLS = 2
-"""Entries of a slot: latent and index keys, or target and draft model. They share their pages."""
-_ODD = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], dtype=np.uint64)
-
-
-def entry_of(before: np.uint64, token: int, position: int) -> np.ndarray:
-    """uint64 [POOLS]: what a token leaves in the cache, `before` being the sum over it."""
-    with np.errstate(over="ignore"):
-        return (before + np.uint64(token * 2654435761 + position + 1)) * _ODD
-
-
-def weighed(entries: np.ndarray, first: int = 0) -> np.uint64:
-    """Sum over `entries` [POOLS, n] from position `first` on; each place has a weight of its own,
-    so that entries in another order are not the same."""
-    with np.errstate(over="ignore"):
-        weight = np.arange(first, first + entries.shape[1], dtype=np.uint64) * np.uint64(2)
-        total = (entries * (weight + np.uint64(1))).sum(dtype=np.uint64)
-    return np.uint64(total)
-
-
-def token_of(total: np.uint64) -> int:
-    return int((int(total) >> 17) % VOCABULARY)
-
-
-def answer(prompt: Sequence[int], count: int) -> list[int]:
-    """The right tokens after `prompt`."""
-    tokens, total = list(prompt), np.uint64(0)
-    for position in range(len(prompt) + count):
-        if position == len(tokens):
-            tokens.append(token_of(total))
-        entry = entry_of(total, tokens[position], position)
-        with np.errstate(over="ignore"):
-            total = total + weighed(entry[:, None], position)
-    return tokens[len(prompt) : len(prompt) + count]
-
-
-@dataclass
-class Node:
-    """A full page in the prefix cache, with the tag that it was given when it went in."""
-
-    tokens: tuple[int, ...]
-    page: int
-    tag: int
-    parent: Node | None
-    children: dict[tuple[int, ...], Node] = field(default_factory=dict)
-    locks: int = 0
-    used: int = 0
-
-    def path(self) -> list[Node]:
-        """From the first page to this one; the root has none."""
-        nodes, node = [], self
-        while node.parent is not None:
-            nodes.append(node)
-            node = node.parent
-        return nodes[::-1]
-
-    @property
-    def prefix(self) -> tuple[int, ...]:
-        return tuple(token for node in self.path() for token in node.tokens)
-
-
-@dataclass(eq=False)
-class Request:
-    number: int
-    prompt: list[int]
-    count: int
-    """Tokens to answer with."""
-    remote: bool = False
-    """Whether another machine computes the prompt and sends its entries."""
-    output: list[int] = field(default_factory=list)
-    row: int = 0
-    """0 while it has none."""
-    pages: list[int] = field(default_factory=list)
-    node: Node | None = None
-    """The last of the prefix cache's that it uses; the first `cached` of its pages are theirs."""
-    cached: int = 0
-    filled: int = 0
-    """Tokens whose entries are computed, or will be by a step that was launched."""
-    settled: int = 0
-    """Tokens whose entries were computed by steps with a clean verdict; what may be cached."""
-    arrives: int = -1
-    """The iteration in which entries come from another machine; -1 for none."""
-    state: str = "waiting"
-    """waiting, running, done, cancelled, aborted"""
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.prompt + self.output
-
-
-@dataclass
-class Step:
-    """A batch that was launched: its requests (None for padding), and what came out."""
-
-    requests: list[Request | None]
-    rows: torch.Tensor
-    lengths: torch.Tensor
-    slots: torch.Tensor | None
-    generations: torch.Tensor
-    new: list[list[int]]
-    """Tokens that are computed, of each row."""
-    produced: list[list[int]] = field(default_factory=list)
-    report: torch.Tensor | None = None
+from halfbyte.testing.arithmetic import NAN, POOLS, VOCABULARY, answer, entry_of, token_of, weighed
+from halfbyte.testing.paged_parts import Node, Request, Step
 
 
 class Server:
     """One decode server. `log` has the violations, `steps` how many events there were."""
+
+    keeps_evicted = True
+    """Whether the host keeps pages that the cache drops."""
 
     def __init__(
         self,
@@ -144,19 +41,21 @@ class Server:
         rows: int = 7,
         chunk: int = 12,
         drafts: int = 0,
-        overlap: bool = True,
+        longest: int = 96,
+        device: str = "cpu",
         seed: int = 0,
     ) -> None:
         self.page_size, self.chunk, self.drafts = page_size, chunk, drafts
-        self.overlap = overlap and not drafts
-        self.width = 96 // page_size
-        layout = Layout(pages, page_size, rows, self.width)
-        self.tracker: Tracker = open_tracker(mode, layout, "cpu", seed=seed)
+        self.overlap = not drafts
+        self.device = torch.device(device)
+        layout = Layout(pages, page_size, rows, longest // page_size)
+        self.tracker: Tracker = open_tracker(mode, layout, device, seed=seed)
+        self.pages = pages
         self.memory = np.zeros((POOLS, pages * page_size), dtype=np.uint64)
-        self.table = torch.zeros(rows, self.width * page_size, dtype=torch.int32)
+        self.table = self.zeros(rows, layout.pages_per_row * page_size).int()
         self.free = deque(range(1, pages))
         self.free_rows = list(range(rows - 1, 0, -1))
-        self.root = Node((), 0, 0, None)
+        self.root = Node((), 0, self.zeros(1), None)
         self.host: dict[tuple[int, ...], np.ndarray] = {}
         """What evicted pages held, by the tokens up to their end."""
         self.transfers: list[tuple[int, Callable[[], None]]] = []
@@ -170,6 +69,16 @@ class Server:
         self.chance = random.Random(seed)
         self.before_launch: Callable[[Step], None] = lambda step: None
         self.padding_slot: Callable[[], int] = lambda: 0
+
+    def ints(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """On the device, without waiting for it."""
+        if self.device.type == "cpu":
+            return torch.tensor(values, dtype=dtype)
+        pinned = torch.tensor(values, dtype=dtype, pin_memory=True)
+        return pinned.to(self.device, non_blocking=True)
+
+    def zeros(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=torch.int64, device=self.device)
 
     # Requests
 
@@ -234,13 +143,13 @@ class Server:
                 self.unlock(nodes[-1] if nodes else self.root)
                 return
             self.waiting.popleft()
-            self._enter(request, nodes)
+            self.enter(request, nodes)
 
-    def _enter(self, request: Request, nodes: list[Node]) -> None:
+    def enter(self, request: Request, nodes: list[Node]) -> None:
         request.row, request.state = self.free_rows.pop(), "running"
+        request.entered += 1
         self.running.append(request)
-        row = torch.tensor([request.row])
-        self.tracker.bind(row)
+        self.tracker.bind(self.ints([request.row]))
         request.node, request.cached = nodes[-1] if nodes else self.root, len(nodes)
         request.pages = [node.page for node in nodes]
         request.filled = request.settled = len(nodes) * self.page_size
@@ -255,11 +164,11 @@ class Server:
         if not nodes:
             return
         for index, node in enumerate(nodes):
-            self._write_table(request.row, index, node.page)
+            self.write_table(request.row, index, node.page)
         self.tracker.expect_prefix(
-            torch.tensor([request.row]),
-            torch.tensor([node.page for node in nodes]),
-            torch.tensor([node.tag for node in nodes], dtype=torch.int32),
+            self.ints([request.row]),
+            self.ints([node.page for node in nodes]),
+            torch.stack([node.tag for node in nodes]),
         )
 
     def _receive(self, request: Request) -> None:
@@ -273,7 +182,7 @@ class Server:
         slots = self.slots(request, 0, len(tokens))
         self.transfers.append((request.arrives, lambda: self.write_prompt(slots, tokens)))
 
-    def _arrive_now(self, request: Request) -> None:
+    def arrive_now(self, request: Request) -> None:
         """What a request waits for is there at once."""
         for at, write in self.transfers:
             if at == request.arrives:
@@ -293,7 +202,7 @@ class Server:
         """Requests whose prompts are not filled, up to `chunk` tokens in all."""
         chosen, new, room = [], [], self.chunk
         for request in self.running:
-            if self._decodes(request):
+            if self.decodes(request):
                 continue
             self._cache_chunk(request)
             left = len(request.tokens) - request.filled
@@ -302,21 +211,22 @@ class Server:
                 new.append(request.tokens[request.filled : request.filled + count])
                 chosen.append(request)
                 room -= count
-                self._take(request, request.filled + count)
+                self.take(request, request.filled + count)
         if not chosen:
             return None
         slots: list[int] = []
         for request, tokens in zip(chosen, new, strict=True):
             request.filled += len(tokens)
             slots += self.slots(request, request.filled - len(tokens), request.filled)
-        rows = torch.tensor([request.row for request in chosen])
-        lengths = torch.tensor([request.filled for request in chosen])
-        counts = torch.tensor([len(tokens) for tokens in new])
-        self.tracker.extend(rows, lengths, torch.tensor(slots), counts)
+        rows = self.ints([request.row for request in chosen])
+        lengths = self.ints([request.filled for request in chosen])
+        counts = self.ints([len(tokens) for tokens in new])
+        self.tracker.extend(rows, lengths, self.ints(slots), counts)
         self._event("prefill")
-        return Step(list(chosen), rows, lengths, None, self.tracker.generations(rows), new)
+        ends = [request.filled for request in chosen]
+        return Step(list(chosen), rows, lengths, None, self.tracker.generations(rows), new, ends)
 
-    def _decodes(self, request: Request) -> bool:
+    def decodes(self, request: Request) -> bool:
         """Whether only its last token is not computed, or not known yet."""
         if request.arrives >= 0:
             return True
@@ -325,16 +235,16 @@ class Server:
 
     def _decode(self) -> Step | None:
         """All that are filled, each with its next token, and padding to a multiple of four."""
-        chosen = [r for r in self.running if self._decodes(r) and r.arrives < self.time]
-        stuck = not chosen and any(not self._decodes(r) for r in self.running)
+        chosen = [r for r in self.running if self.decodes(r) and r.arrives < self.time]
+        stuck = not chosen and any(not self.decodes(r) for r in self.running)
         for request in chosen:
             need = request.filled + 1 + self.drafts
             if not self._make_room(self._missing(request, need)):
                 stuck = True
                 break
-            self._take(request, need)
+            self.take(request, need)
         if stuck:
-            self._retract()
+            self.retract()
             return self._prefill() or self._decode()
         if not chosen:
             return None
@@ -343,22 +253,19 @@ class Server:
             new.append(self._next_tokens(request))
             request.filled += writes
             slots.append(self.slots(request, request.filled - writes, request.filled))
-        rows = torch.tensor([request.row for request in chosen])
-        lengths = torch.tensor([request.filled for request in chosen])
-        where = torch.tensor(slots)
-        self.tracker.extend(rows, lengths, where)
         padding = -len(chosen) % 4
+        stray = [[self.padding_slot()] * writes] * padding
+        ends = [*(request.filled for request in chosen), *[writes] * padding]
+        rows = self.ints([*(request.row for request in chosen), *[0] * padding])
+        lengths = self.ints(ends)
+        where = self.ints([*slots, *stray])
+        count = len(chosen)
+        self.tracker.extend(rows[:count], lengths[:count], where[:count])
         self._event("decode")
         return Step(
-            [*chosen, *[None] * padding],
-            torch.cat([rows, torch.zeros(padding, dtype=torch.long)]),
-            torch.cat([lengths, torch.full((padding,), writes)]),
-            torch.cat(
-                [where, torch.tensor([[self.padding_slot()] * writes] * padding).view(-1, writes)]
-            ).long(),
-            self.tracker.generations(torch.cat([rows, torch.zeros(padding, dtype=torch.long)])),
-            new + [[0] * writes] * padding,
-        )
+            [*chosen, *[None] * padding], rows, lengths, where, self.tracker.generations(rows),
+            [*new, *[[0] * writes] * padding], ends,
+        )  # fmt: skip
 
     def _next_tokens(self, request: Request) -> list[int]:
         """The token to compute, which with overlap the step in flight has produced, and drafts for
@@ -387,7 +294,7 @@ class Server:
             else:
                 slots = self.table[row, length - len(tokens) : length].tolist()
             step.produced.append(self._compute(row, length, tokens, slots))
-        step.report = self.tracker.report(step.rows, step.generations).clone()
+        step.report = self.tracker.report(step.rows, step.generations)
 
     def _compute(self, row: int, length: int, tokens: list[int], slots: list[int]) -> list[int]:
         """The token after each of `tokens`, the last of `length`. Reads go by the table."""
@@ -407,10 +314,7 @@ class Server:
     def _process(self, step: Step) -> None:
         """Verdicts first, then tokens of those that are clean."""
         assert step.report is not None
-        live = [
-            request if request and request.state == "running" and request.row == row else None
-            for request, row in zip(step.requests, step.rows.tolist(), strict=True)
-        ]
+        live = step.live()
         rows = [request.row if request else None for request in live]
         for violation in self.tracker.settle(step.report, rows):
             self.log.append((self.time, violation))
@@ -418,7 +322,8 @@ class Server:
             if request is not None and self.tracker.mode == "abort":
                 self.abort(request, violation)
                 live[violation.position] = None
-        self.free = deque(self.tracker.usable(torch.tensor(self.free, dtype=torch.int32)).tolist())
+        if self.tracker.metrics().get("quarantined_pages"):
+            self.free = deque(self.tracker.usable(self.ints(list(self.free))).tolist())
         for place, request in enumerate(live):
             if request is not None:
                 self._accept(request, step, place)
@@ -426,7 +331,7 @@ class Server:
     def _accept(self, request: Request, step: Step, place: int) -> None:
         """Tokens that the step has produced leave. Of drafts, as many as were right."""
         if step.slots is None:
-            request.settled = int(step.lengths[place])
+            request.settled = step.ends[place]
             if request.settled < len(request.tokens):
                 return  # a chunk of the prompt that is not the last
             request.output.append(step.produced[place][-1])
@@ -453,7 +358,7 @@ class Server:
     def finish(self, request: Request) -> None:
         """What is full of its pages goes into the prefix cache."""
         known = len(request.tokens) - 1
-        self._insert(request, known // self.page_size)
+        self.insert(request, known // self.page_size)
         self._event("finish")
         self._leave(request, "done")
 
@@ -485,7 +390,7 @@ class Server:
             self.free_row(request.row)
         request.row, request.pages, request.cached, request.node = 0, [], 0, None
 
-    def _retract(self) -> None:
+    def retract(self) -> None:
         """The newest request gives its pages back, and waits to be computed again."""
         there = [r for r in self.running if r.arrives < self.time]
         if len(self.running) == 1:
@@ -504,17 +409,17 @@ class Server:
 
     def grow(self, request: Request, length: int) -> None:
         """Pages for `length` tokens of which none has any, all at once."""
-        self._take(request, length)
+        self.take(request, length)
         self.tracker.extend(
-            torch.tensor([request.row]),
-            torch.tensor([length]),
-            torch.tensor(self.slots(request, 0, length)),
+            self.ints([request.row]),
+            self.ints([length]),
+            self.ints(self.slots(request, 0, length)),
         )
 
     def _missing(self, request: Request, length: int) -> int:
         return max(0, -(-length // self.page_size) - len(request.pages))
 
-    def _take(self, request: Request, length: int) -> None:
+    def take(self, request: Request, length: int) -> None:
         """Pages up to `length` tokens, from the free list, into the table."""
         count = self._missing(request, length)
         if count:
@@ -522,29 +427,28 @@ class Server:
                 raise AssertionError(f"{count} pages promised, {len(self.free)} free")
             pages = self.take_pages(count)
             for page in pages:
-                self._write_table(request.row, len(request.pages), page)
+                self.write_table(request.row, len(request.pages), page)
                 request.pages.append(page)
 
     def take_pages(self, count: int) -> list[int]:
         pages = [self.free.popleft() for _ in range(count)]
-        self.tracker.acquire(torch.tensor(pages))
+        self.tracker.acquire(self.ints(pages))
         self._event("alloc")
         return pages
 
-    def free_pages(self, pages: Sequence[int], tags: Sequence[int] | None = None) -> None:
+    def free_pages(self, pages: Sequence[int], tags: torch.Tensor | None = None) -> None:
         if pages:
-            given = None if tags is None else torch.tensor(tags, dtype=torch.int32)
-            self.tracker.release(torch.tensor(list(pages)), given)
+            self.tracker.release(self.ints(list(pages)), tags)
             self.free.extend(pages)
             self._event("free")
 
     def free_row(self, row: int) -> None:
-        self.tracker.unbind(torch.tensor([row]))
+        self.tracker.unbind(self.ints([row]))
         self.free_rows.append(row)
 
-    def _write_table(self, row: int, index: int, page: int) -> None:
+    def write_table(self, row: int, index: int, page: int) -> None:
         size = self.page_size
-        places = torch.arange(page * size, (page + 1) * size, dtype=torch.int32)
+        places = torch.arange(page * size, (page + 1) * size, dtype=torch.int32, device=self.device)
         self.table[row, index * size : (index + 1) * size] = places
 
     def _make_room(self, count: int) -> bool:
@@ -575,12 +479,13 @@ class Server:
             each.locks -= 1
 
     def evict(self, node: Node) -> None:
-        """A leaf goes; the host keeps what it held."""
+        """A leaf goes; the host may keep what it held."""
         assert node.parent is not None
-        start = node.page * self.page_size
-        self.host[node.prefix] = self.memory[:, start : start + self.page_size].copy()
+        if self.keeps_evicted:
+            start = node.page * self.page_size
+            self.host[node.prefix] = self.memory[:, start : start + self.page_size].copy()
         del node.parent.children[node.tokens]
-        self.free_pages([node.page], [node.tag])
+        self.free_pages([node.page], node.tag[None])
         self._event("evict")
 
     def _match(self, tokens: list[int]) -> list[Node]:
@@ -604,7 +509,7 @@ class Server:
             return None
         (page,) = self.take_pages(1)
         self.load_entries(page, entries)
-        tag = int(self.tracker.preload(torch.tensor([page]))[0])
+        tag = self.tracker.preload(self.ints([page]))[0]
         node = Node(tokens, page, tag, parent, used=self.time)
         parent.children[tokens] = node
         self._event("load")
@@ -617,13 +522,13 @@ class Server:
         """Chunks of a prompt go into the cache as soon as their verdict has come."""
         full = request.settled // self.page_size
         if full > request.cached:
-            self._insert(request, full)
+            self.insert(request, full)
             self._event("chunk")
 
-    def _insert(self, request: Request, full: int) -> None:
+    def insert(self, request: Request, full: int) -> None:
         """The first `full` pages go into the cache; where it has them, the request's own are freed
         and the cache's take their place."""
-        tags = self.tracker.share(request.row, request.cached, full).tolist()
+        tags = self.tracker.share(request.row, request.cached, full)
         node, before, twice = request.node or self.root, request.node or self.root, []
         for index in range(request.cached, full):
             key = tuple(request.tokens[index * self.page_size : (index + 1) * self.page_size])

@@ -50,21 +50,22 @@ def _change(
     if count:
         _bump[(triton.cdiv(count, LANES),)](
             state.tags, state.owner, state.counters, pages.contiguous(),
-            pages if tags is None else tags.contiguous(), count,
+            pages if tags is None else tags.contiguous(), count, state.layout.pages,
             ACQUIRE=acquire, GIVEN=tags is not None, ENFORCE=enforce, LANES=LANES, num_warps=4,
         )  # fmt: skip
 
 
 @triton.jit
 def _bump(  # type: ignore[no-untyped-def]
-    tags, owner, counters, pages, given, count,
+    tags, owner, counters, pages, given, count, most,
     ACQUIRE: tl.constexpr, GIVEN: tl.constexpr, ENFORCE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
     page = tl.load(pages + lane, mask=lane < count, other=0)
     real = page != 0
+    page = tl.where((page > 0) & (page < most), page, 0)
     tag = tl.load(tags + page)
-    fits = real & ((tag & 1) == (0 if ACQUIRE else 1)) & (tag != _QUARANTINED)
+    fits = (page != 0) & ((tag & 1) == (0 if ACQUIRE else 1)) & (tag != _QUARANTINED)
     if GIVEN:
         fits &= tag == tl.load(given + lane, mask=lane < count, other=0)
     # Lanes without work compare page 0's tag with one that it never has.
@@ -78,7 +79,7 @@ def _bump(  # type: ignore[no-untyped-def]
         if ENFORCE:
             _poison(tags, owner, counters, page, wrong, LANES)
         elif ACQUIRE:
-            tl.atomic_add(tags + page, 2, mask=wrong & (tag != _QUARANTINED))
+            tl.atomic_add(tags + page, 2, mask=wrong & (page != 0) & (tag != _QUARANTINED))
 
 
 @triton.jit
@@ -246,11 +247,13 @@ def _read(  # type: ignore[no-untyped-def]
     for first in range(start, stop, step):
         entry = first + tl.arange(0, ENTRIES)
         inside = entry < stop
+        # A row of expectations goes on to the next 16, so whole words of four are loaded.
+        whole = entry < (stop + 15) // 16 * 16
         used = tl.load(table + entry * (SIZE if SLOTS else 1), mask=inside, other=0).to(tl.int32)
         if SLOTS:
             used = tl.where(used < 0, -1, used // SIZE)
-        expected = tl.load(expected_pages + entry, mask=inside, other=0)
-        expected_tag = tl.load(expected_tags + entry, mask=inside, other=1)
+        expected = tl.load(expected_pages + entry, mask=whole, other=0)
+        expected_tag = tl.load(expected_tags + entry, mask=whole, other=1)
         stale = (tl.load(tags + expected) != expected_tag) | ((expected_tag & 1) == 0)
         kind = tl.where(used != expected, _TABLE, tl.where(stale, _TAG, 0))
         found = tl.minimum(found, tl.where(inside & (kind != 0), entry * _STEP + kind, _CLEAN))

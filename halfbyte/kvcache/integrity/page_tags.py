@@ -27,6 +27,8 @@ from halfbyte.kvcache.integrity.tracker import Abort, Mode, Violation
 
 logger = logging.getLogger(__name__)
 
+COUNTERS = len(Counter)
+"""Of a report, before the verdicts."""
 ALLOCATOR = {
     Counter.CLAIM: Kind.CLAIM,
     Counter.ACQUIRE: Kind.ACQUIRE,
@@ -58,8 +60,8 @@ class PageTagTracker:
         self.state = State.empty(layout, device, secrets.randbits(62) if seed is None else seed)
         self._work = operations or _operations(torch.device(device))
         self._enforce = mode != "log"
-        self._seen = [0] * len(Counter)
-        self._counts = dict.fromkeys(Counter, 0)
+        self._seen = [0] * COUNTERS
+        self._counts = [0] * COUNTERS
         self._found = dict.fromkeys(Kind, 0)
         self._told: dict[int, int] = {}
         self._steps = self._unchecked = 0
@@ -105,10 +107,10 @@ class PageTagTracker:
         lengths = torch.full_like(rows, each) if counts is None else counts
         entry = lengths.long()[item] - left
         row = rows.long()[item]
-        inside = (pages >= 0) & (pages < state.layout.pages) & (entry < state.layout.pages_per_row)
-        column = torch.where(inside, entry, state.layout.pages_per_row)
-        state.expected_pages[row, column] = pages.int()
-        state.expected_tags[row, column] = tags.int()
+        column = entry.clamp(max=state.layout.pages_per_row)
+        known = (pages >= 0) & (pages < state.layout.pages)
+        state.expected_pages[row, column] = torch.where(known, pages, 0).int()
+        state.expected_tags[row, column] = torch.where(known, tags, QUARANTINED).int()
         rows = rows.long()
         state.held[rows] = torch.maximum(state.held[rows], lengths.int())
 
@@ -146,7 +148,7 @@ class PageTagTracker:
     def settle(self, report: torch.Tensor, rows: Sequence[int | None]) -> Sequence[Violation]:
         values = report.tolist()
         self._steps += 1
-        news = self._advance(values[: len(Counter)])
+        news = self._advance(values[:COUNTERS])
         if not news[Counter.CHECKS]:
             self._unchecked += 1
             text = f"step {self._steps} read the KV cache, and no check ran before it"
@@ -155,8 +157,8 @@ class PageTagTracker:
                     text, hint="call check on the stream of the model, before it, at every step"
                 )
             logger.error("kv-integrity unchecked step=%d", self._steps)
-        violations = self._violations(values[len(Counter) :], rows)
-        faults = {kind: news[counter] for counter, kind in ALLOCATOR.items() if news[counter]}
+        violations = self._violations(values[COUNTERS:], rows)
+        faults = self._faults(news) if any(news[Counter.CLAIM :]) else {}
         for kind, count in faults.items():
             self._found[kind] += count
             logger.error("kv-integrity kind=%s count=%d", kind.name.lower(), count)
@@ -168,21 +170,26 @@ class PageTagTracker:
             )
         return violations
 
-    def _advance(self, counters: Sequence[int]) -> dict[Counter, int]:
+    def _advance(self, counters: Sequence[int]) -> Sequence[int]:
         """By how much each counter grew since the last report; they wrap as int32 does."""
-        grown = {}
-        for counter in Counter:
-            change = (counters[counter] - self._seen[counter]) & 0xFFFFFFFF
-            grown[counter] = change - 2**32 if change >= 2**31 else change
-            self._counts[counter] += grown[counter]
+        grown = [
+            (now - before + 2**31) % 2**32 - 2**31
+            for now, before in zip(counters, self._seen, strict=True)
+        ]
+        self._counts = [count + change for count, change in zip(self._counts, grown, strict=True)]
         self._seen = list(counters)
         return grown
+
+    def _faults(self, news: Sequence[int]) -> Mapping[Kind, int]:
+        return {kind: news[counter] for counter, kind in ALLOCATOR.items() if news[counter]}
 
     def _violations(self, verdicts: Sequence[int], rows: Sequence[int | None]) -> list[Violation]:
         """Those of requests that still run. Each is logged and counted once, though a verdict
         stays until its row is bound anew."""
         if len(verdicts) != len(rows):
             raise IntegrityError(f"{len(rows)} rows for a report of {len(verdicts)}")
+        if not self._told and verdicts.count(CLEAN) == len(verdicts):
+            return []  # nearly always, and faster than a look at each
         found = []
         for position, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
             if row is None:

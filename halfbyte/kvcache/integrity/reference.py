@@ -23,29 +23,29 @@ from halfbyte.kvcache.integrity.state import (
 def acquire(state: State, pages: torch.Tensor, *, enforce: bool) -> None:
     """See `Tracker.acquire`. Without `enforce` a page in use gets a new tag instead of the
     quarantine's, which its owner's checks then find."""
-    page, _, repeated = _sorted(pages)
+    pages, _, repeated = _sorted(pages)
+    page = _known(state, pages)
     tag = state.tags[page]
-    real = page != 0
-    good = real & ~repeated & (tag & 1 == 0) & (tag != QUARANTINED)
+    good = (page != 0) & ~repeated & (tag & 1 == 0) & (tag != QUARANTINED)
     _step(state, page, good, FRESH)
-    wrong = real & ~good
+    wrong = (pages != 0) & ~good
     if enforce:
         _poison(state, page, wrong)
     else:
-        state.tags.index_add_(0, page, (wrong & (tag != QUARANTINED)).int() * 2)
+        state.tags.index_add_(0, page, (wrong & (page != 0) & (tag != QUARANTINED)).int() * 2)
     _count(state, Counter.ACQUIRE, wrong)
 
 
 def release(state: State, pages: torch.Tensor, tags: torch.Tensor | None, *, enforce: bool) -> None:
     """See `Tracker.release`. Without `enforce` a page that is not the caller's stays as it is."""
-    page, order, repeated = _sorted(pages)
+    pages, order, repeated = _sorted(pages)
+    page = _known(state, pages)
     tag = state.tags[page]
-    real = page != 0
-    good = real & ~repeated & (tag & 1 == 1)
+    good = (page != 0) & ~repeated & (tag & 1 == 1)
     if tags is not None:
         good = good & (tag == tags[order])
     _step(state, page, good, FREE)
-    wrong = real & ~good
+    wrong = (pages != 0) & ~good
     if enforce:
         _poison(state, page, wrong)
     _count(state, Counter.RELEASE, wrong)
@@ -66,10 +66,8 @@ def extend(
     row = rows.long()[item]
     position = lengths.long()[item] - left
     entry = position // layout.page_size
-    begins = (position % layout.page_size == 0) & (entry < layout.pages_per_row)
-    page = torch.div(slots.long(), layout.page_size, rounding_mode="floor")
-    inside = (page > 0) & (page < layout.pages)
-    page = torch.where(begins & inside, page, 0)
+    begins = (position % layout.page_size == 0) & (entry >= 0) & (entry < layout.pages_per_row)
+    page = _known(state, torch.where(begins, _page_of(state, slots.long()), 0))
     _, order, repeated = _sorted(page)
     again = torch.empty_like(repeated)
     again[order] = repeated
@@ -160,7 +158,8 @@ def report(state: State, rows: torch.Tensor, generations: torch.Tensor | None) -
 
 def quarantine(state: State, pages: torch.Tensor) -> None:
     """See `Tracker.quarantine`."""
-    _poison(state, pages.long(), pages != 0)
+    page = _known(state, pages.long())
+    _poison(state, page, page != 0)
 
 
 def ragged(
@@ -196,6 +195,11 @@ def _pages_of(state: State, lengths: torch.Tensor) -> torch.Tensor:
 
 def _page_of(state: State, slots: torch.Tensor) -> torch.Tensor:
     return torch.div(slots, state.layout.page_size, rounding_mode="floor")
+
+
+def _known(state: State, page: torch.Tensor) -> torch.Tensor:
+    """0 in place of those that the pool does not have."""
+    return torch.where((page > 0) & (page < state.layout.pages), page, 0)
 
 
 def _sorted(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -257,6 +257,23 @@ def test_a_page_handed_out_twice_stops_both_owners_and_is_quarantined() -> None:
     assert engine.tracker.usable(free) is free
 
 
+def test_all_who_share_a_page_in_quarantine_are_stopped_and_nobody_else() -> None:
+    engine = Engine()
+    engine.start(1, 5, 6, length=8)
+    engine.start(2, 7, length=4)
+    node = engine.tracker.share(1, 0, 1)
+    engine.tracker.bind(ints(3))
+    engine.tracker.expect_prefix(ints(3), ints(5), node)
+    engine.table[3, :4] = engine.table[1, :4]
+    assert engine.step(1, 2, 3, length=4) == []
+    engine.tracker.quarantine(ints(5))
+    violations = engine.step(1, 2, 3, length=4)
+    assert kinds(violations) == [(1, "TAG", 0), (3, "TAG", 0)]
+    own = [engine.tracker.abort(violation).own_pages.tolist() for violation in violations]
+    assert own == [[6], []]
+    assert engine.tracker.usable(ints(5, 8)).tolist() == [8]
+
+
 def test_frees_of_what_is_free_or_anothers_are_found() -> None:
     engine = Engine()
     engine.start(1, 5, 6, length=8)
@@ -269,6 +286,22 @@ def test_frees_of_what_is_free_or_anothers_are_found() -> None:
     assert engine.tracker.state.counters[Counter.RELEASE] == 4
     assert (engine.tracker.state.tags == QUARANTINED).nonzero().flatten().tolist() == [5, 6, 9]
     assert kinds(engine.step(2, length=4)) == [(2, "TAG", 0)]
+
+
+def test_numbers_that_are_no_page_are_faults_and_reach_no_memory() -> None:
+    engine = Engine()
+    before = engine.tracker.state.tags.clone()
+    for number in (-1, 32, 2**31 - 1):
+        engine.tracker.acquire(ints(number))
+        engine.tracker.release(ints(number))
+        engine.tracker.quarantine(ints(number))
+    assert torch.equal(engine.tracker.state.tags, before)
+    counters = engine.tracker.state.counters
+    assert counters[[Counter.ACQUIRE, Counter.RELEASE, Counter.QUARANTINED]].tolist() == [3, 3, 0]
+    engine.tracker.bind(ints(1, 2))
+    engine.tracker.extend(ints(1), ints(1), ints(32 * 4))
+    engine.tracker.expect_prefix(ints(2), ints(-1), ints(1))
+    assert [kind for _, kind, _ in kinds(engine.step(1, 2, length=1))] == ["CLAIM", "TAG"]
 
 
 def test_one_page_for_two_requests_of_a_batch_stops_both() -> None:
