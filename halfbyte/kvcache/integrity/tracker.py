@@ -56,6 +56,8 @@ class Abort:
     """That the request was given; 0 if the fault is not about one."""
     expected_tag: int
     found_tag: int
+    sound_pages: torch.Tensor
+    """Those that are still as the request was given them, shared ones too."""
     own_pages: torch.Tensor
     """Those that are the request's alone beyond doubt: only these may be freed. Others are shared,
     somebody else's, free already or quarantined."""

@@ -52,7 +52,7 @@ def check_targets(hooks: Iterable[Hook], engine: str) -> None:
             )
 
 
-def install(hook: Hook) -> None:
+def put_in_place(hook: Hook) -> None:
     """Puts `around` into the target's place, in its module or class."""
     owner, _, name = hook.target.rpartition(".")
     original = pkgutil.resolve_name(hook.target)

@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from halfbyte.errors import IntegrityError
-from halfbyte.kvcache.integrity.state import Kind, Layout
+from halfbyte.kvcache.integrity.state import Layout
 from halfbyte.kvcache.integrity.tracker import Mode, Violation, open_tracker
 from halfbyte.kvcache.plugins.hooks import (
     Hook,
@@ -352,10 +352,8 @@ def _abort(guard: Guard, batch: Any, violation: Violation) -> None:
     req = batch.reqs[violation.position]
     if req.discard_output_reason is not None:
         return
-    own_pages = guard.tracker.abort(violation).own_pages
-    # A row that is another's by now tells nothing of this request's pages.
-    req.halfbyte_keeps_row = violation.kind is Kind.ROW
-    req.halfbyte_freeable = own_pages[:0] if req.halfbyte_keeps_row else own_pages
+    known = guard.tracker.abort(violation)
+    req.halfbyte_freeable, req.halfbyte_keeps_row = known.own_pages, not known.own_row
     req.skip_radix_cache_insert = True
     reason = FINISH_ABORT(
         f"KV-cache integrity: {violation}",
