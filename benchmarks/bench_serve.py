@@ -33,6 +33,8 @@ from halfbyte.testing.paged_model import ModelServer, serve
 
 ARMS: dict[str, Mode] = {"off": "off", "off again": "off", "abort": "abort"}
 PREFIXES = 4
+LONGEST = 500
+"""Tokens of a prompt."""
 
 
 def main() -> None:
@@ -66,16 +68,18 @@ def main() -> None:
 
 
 def make_prompts(checkpoint: Path, texts: Path, count: int) -> list[list[int]]:
-    """Of some texts, each with many ends, so that they share beginnings."""
+    """Of some pieces of text, each with many ends, so that they share beginnings."""
     tokenizer = load_tokenizer(checkpoint)
+    tokens: list[int] = []
     with texts.open() as lines:
-        found = [tokenizer(json.loads(line)["text"])["input_ids"] for line in lines]
-    long = [tokens for tokens in found if len(tokens) > 600][:PREFIXES]
-    if len(long) < PREFIXES:
-        raise HalfbyteError(
-            f"{texts}: {len(long)} texts of more than 600 tokens; {PREFIXES} needed"
-        )
-    return [long[n % PREFIXES][: 200 + 37 * n % 300] for n in range(count)]
+        for line in lines:
+            tokens += tokenizer(json.loads(line)["text"])["input_ids"]
+            if len(tokens) >= PREFIXES * LONGEST:
+                break
+        else:
+            raise HalfbyteError(f"{texts}: {len(tokens)} tokens; {PREFIXES * LONGEST} are needed")
+    pieces = [tokens[n * LONGEST : (n + 1) * LONGEST] for n in range(PREFIXES)]
+    return [pieces[n % PREFIXES][: 200 + 37 * n % (LONGEST - 200)] for n in range(count)]
 
 
 def run(
@@ -84,7 +88,7 @@ def run(
     """The server afterwards, and how many tokens it gave in a second."""
     server = ModelServer(
         model, mode=mode, page_size=arguments.page_size, pages=8_192 // arguments.page_size,
-        rows=17, longest=640, chunk=512,
+        rows=17, longest=LONGEST + arguments.tokens + arguments.page_size, chunk=512,
     )  # fmt: skip
     cancelled = frozenset(range(5, len(prompts), 8))
     if torch.cuda.is_available():

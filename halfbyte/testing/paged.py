@@ -288,11 +288,12 @@ class Server:
         """The check, and the model, on what the table and the slots say."""
         self.tracker.check(step.rows, step.lengths, self.table, step.slots, step.generations)
         for place, (row, tokens) in enumerate(zip(step.rows.tolist(), step.new, strict=True)):
-            length = int(step.lengths[place])
+            length, request = int(step.lengths[place]), step.requests[place]
             if step.slots is not None:
                 slots = step.slots[place].tolist()
             else:
-                slots = self.table[row, length - len(tokens) : length].tolist()
+                assert request is not None
+                slots = self.slots(request, length - len(tokens), length)
             step.produced.append(self._compute(row, length, tokens, slots))
         step.report = self.tracker.report(step.rows, step.generations)
 

@@ -146,9 +146,8 @@ class ModelServer(Server):
             row = self.table[request.row, :end].long()[None]
             places = torch.arange(end - len(new), end, device=self.device)
             mask = torch.arange(end, device=self.device) <= places[:, None]
-            read = self._forward(
-                self.ints([new]), places[None], row[:, -len(new) :], row, mask[None]
-            )
+            write = self.ints([self.slots(request, end - len(new), end)])
+            read = self._forward(self.ints([new]), places[None], write, row, mask[None])
             tokens.append(read[0, -1])
         return torch.stack(tokens)
 

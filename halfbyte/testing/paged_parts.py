@@ -72,6 +72,7 @@ class Step:
     rows: torch.Tensor
     lengths: torch.Tensor
     slots: torch.Tensor | None
+    """Where the new tokens go, [rows, new]; None in a prefill: where `extend` was told."""
     generations: torch.Tensor
     new: list[list[int]]
     """Tokens that are computed, of each row."""

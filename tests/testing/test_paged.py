@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -47,6 +48,7 @@ def owned_once(server: Server) -> bool:
     )
 
 
+@torch.inference_mode()
 def test_a_hundred_thousand_steps_without_a_false_alarm() -> None:
     """In mode raise, which ends the run at the first alarm of any kind."""
     total, seed = 0, 0

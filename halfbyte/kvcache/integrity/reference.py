@@ -204,6 +204,8 @@ def _known(state: State, page: torch.Tensor) -> torch.Tensor:
 
 def _sorted(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The pages in ascending order, where each was, and whether it stands there a second time."""
+    if pages.numel() < 2:
+        return pages.long(), torch.zeros_like(pages).long(), torch.zeros_like(pages).bool()
     page, order = pages.long().sort(stable=True)
     repeated = torch.zeros_like(page, dtype=torch.bool)
     repeated[1:] = page[1:] == page[:-1]

@@ -33,25 +33,29 @@ def compiled(kernel: Any, numbers: set[str] = NUMBERS, **constants: Any) -> int:
 def main() -> None:
     for enforce in (True, False):
         for acquire in (True, False):
-            print(
-                compiled(
-                    fused._bump, ACQUIRE=acquire, GIVEN=not acquire, ENFORCE=enforce, LANES=128
-                )
-            )
+            how = {"ACQUIRE": acquire, "GIVEN": not acquire, "ENFORCE": enforce, "LANES": 128}
+            print(compiled(fused._bump, **how))
         for ragged in (True, False):
-            numbers = NUMBERS | {"pages"}
-            print(
-                compiled(fused._extend, numbers, SIZE=64, RAGGED=ragged, ENFORCE=enforce, LANES=128)
-            )
+            how = {"SIZE": 64, "RAGGED": ragged, "ENFORCE": enforce, "LANES": 128}
+            print(compiled(fused._extend, NUMBERS | {"pages"}, **how))
         for writes in (0, 1, 3):
-            print(
-                compiled(
-                    fused._check, PADDING=0, SIZE=64, SLOTS=True, WRITES=writes,
-                    LANES=4 if writes == 3 else 1, GENERATIONS=writes == 1, ENFORCE=enforce,
-                    ENTRIES=512,
-                )
-            )  # fmt: skip
+            print(compiled(fused._check, **checks(writes, enforce)))
     print(compiled(fused._report, PADDING=0, GENERATIONS=True, SIZE=64))
+    # Triton makes a constant of each number that is 1.
+    bump = {"ACQUIRE": True, "GIVEN": False, "ENFORCE": True, "LANES": 128}
+    print(compiled(fused._bump, **bump, count=1, most=1))
+    extend = {"SIZE": 1, "RAGGED": False, "ENFORCE": True, "LANES": 128}
+    print(compiled(fused._extend, NUMBERS, **extend, total=1, each=1, pages=1, most=1))
+    print(compiled(fused._check, **checks(1, True), parts=1, columns=1, most=1, table_pitch=1))
+    print(compiled(fused._report, PADDING=-1, GENERATIONS=False, SIZE=16, batch=1))
+
+
+def checks(writes: int, enforce: bool) -> dict[str, Any]:
+    return {
+        "PADDING": 0, "SIZE": 64, "SLOTS": True, "WRITES": writes,
+        "LANES": 4 if writes == 3 else 1, "GENERATIONS": writes == 1, "ENFORCE": enforce,
+        "ENTRIES": 512,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":
