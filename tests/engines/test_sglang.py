@@ -373,9 +373,8 @@ def started(
     stem = [(7 * i) % VOCABULARY for i in range(2 * page_size + 3)]
     for i in range(count):
         server.submit(str(i), [*stem, 100 + i, *range(i)], 3 * page_size + 20)
-        for _ in range(3):
+        while server.running.batch_size() <= i:
             server.step()
-    assert server.running.batch_size() == count
     return server
 
 
@@ -584,6 +583,33 @@ def test_write_to_anothers_place_is_turned_away(page_size: int) -> None:
     assert aborted(server) == {"1"}
     assert right(server) == set(server.ended) == {"0", "1", "2", "3"}
     assert violations(server) == {"write": 1}
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_nothing_of_a_bad_prompt_is_cached(page_size: int) -> None:
+    """sglang#28374. The first of five chunks reads what is not its own; the others are launched
+    before its verdict comes."""
+    server = started(page_size, count=2)
+    prompt = [(500 + 11 * i) % VOCABULARY for i in range(300)]
+
+    def wrong(batch: ScheduleBatch) -> None:
+        if batch.forward_mode.is_extend() and batch.reqs[0].rid == "bad":
+            row = batch.reqs[0].kv.req_pool_idx
+            server.table.req_to_token[row, 0] = own_slots(server, request(server, "0"))[0]
+            server.before_model = lambda batch: None
+
+    server.before_model = wrong
+    server.submit("bad", prompt, 4)
+    server.run()
+    server.submit("again", prompt, 4)
+    server.run()
+    assert aborted(server) == {"bad"}
+    assert server.streamed["bad"] == []
+    assert server.ended["again"].cached_tokens == 0
+    assert right(server) == {"0", "1", "bad", "again"}
+    assert (
+        server.allocator.available_size() + server.cache.evictable_size() == server.allocator.size
+    )
 
 
 def test_bad_request_is_logged_and_goes_on_in_mode_log() -> None:

@@ -274,6 +274,12 @@ def test_stale_mapping_ends_its_requests_alone(
     for name in victims:
         assert len(server.streamed[name]) == before[name]
     assert server.violations() == {"tag": len(victims)}
+    if fault is free_in_use:
+        hits = server.hits
+        server.submit("again", [*server.prompts["1"], *server.streamed["1"], 1], 3)
+        server.run()
+        shared = len(server.prompts["0"]) - 1
+        assert server.hits - hits <= shared, "what the bad request cached is not found"
 
 
 @pytest.mark.parametrize("block_size", [1, 16])

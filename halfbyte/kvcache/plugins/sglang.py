@@ -7,7 +7,8 @@ All bookkeeping runs on the scheduler's stream. The check runs on the stream of 
 it; SGLang lets no later write to the page table overtake that (its write-after-read barrier). The
 verdict goes to the host in the same copy as the sampled tokens. A bad request ends as SGLang ends
 those whose KV could not be loaded: with status 500, without this step's token, and its KV does not
-enter the prefix cache.
+enter the prefix cache; what a chunk of a prompt leaves does so only when the last chunk's verdict
+has come.
 
 Not covered, and refused when the server starts: `unsupported`. Rows of beam searches are left out
 of the check.
@@ -68,7 +69,7 @@ class Guard:
         self.matched: int | None = None
         """How many of its tokens the cache had before."""
         self.freeable: torch.Tensor | None = None
-        """The pages that the request which is being released may give back; None for all."""
+        """The pages that the request which is being released may still give back; None for all."""
         self.keeps_row = False
         """Whether that request's row is another's by now."""
 
@@ -90,7 +91,11 @@ class Guard:
             self.inserting = None
 
     def may_free(self, pages: torch.Tensor) -> torch.Tensor:
-        return pages if self.freeable is None else pages[torch.isin(pages, self.freeable)]
+        if self.freeable is None:
+            return pages
+        pages = pages[torch.isin(pages, self.freeable)]
+        self.freeable = self.freeable[~torch.isin(self.freeable, pages)]
+        return pages
 
     def release(self, pages: torch.Tensor) -> torch.Tensor:
         """Returns those that go to the free list."""
@@ -269,6 +274,9 @@ def _caching(original: Callable[..., Any], cache: Any, req: Any, **kwargs: Any) 
     if guard is None or cache.disable:
         original(cache, req, **kwargs)
         return
+    if req.inflight_middle_chunks and guard.mode != "log":
+        # A chunk that has run, and whose verdict is still to come. The last one caches them all.
+        return
     before = req.kv.cache_protected_len
     with guard.insertion_of(req.kv.req_pool_idx):
         original(cache, req, **kwargs)
@@ -333,7 +341,7 @@ def _processing(original: Callable[..., Any], processor: Any, batch: Any, result
             if result.copy_done is not None:
                 result.copy_done.synchronize()
             for violation in guard.settle(batch.reqs, report):
-                _abort(guard, batch, violation)
+                _abort(batch, violation)
     original(processor, batch, result)
 
 
@@ -344,7 +352,7 @@ def _report_unchecked(guard: Guard) -> None:
     logger.error("kv-integrity unchecked: %s", text)
 
 
-def _abort(guard: Guard, batch: Any, violation: Violation) -> None:
+def _abort(batch: Any, violation: Violation) -> None:
     """Ends a request by what SGLang has for that: at a prefill a reason not to commit its output,
     at a decode step a reason to finish, with the length that it has without this step's token."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -352,8 +360,7 @@ def _abort(guard: Guard, batch: Any, violation: Violation) -> None:
     req = batch.reqs[violation.position]
     if req.discard_output_reason is not None:
         return
-    known = guard.tracker.abort(violation)
-    req.halfbyte_freeable, req.halfbyte_keeps_row = known.own_pages, not known.own_row
+    req.halfbyte_violation = violation
     req.skip_radix_cache_insert = True
     reason = FINISH_ABORT(
         f"KV-cache integrity: {violation}",
@@ -367,19 +374,23 @@ def _abort(guard: Guard, batch: Any, violation: Violation) -> None:
 
 
 def _ending(original: Callable[..., Any], req: Any, tree_cache: Any, *, checkpoint: bool) -> None:
-    freeable = getattr(req, "halfbyte_freeable", None)
-    if freeable is None:
+    violation = getattr(req, "halfbyte_violation", None)
+    if violation is None:
         original(req, tree_cache, checkpoint=checkpoint)
         return
-    guard = _guards[tree_cache.token_to_kv_pool_allocator]
-    guard.freeable, guard.keeps_row = freeable, req.halfbyte_keeps_row
+    allocator = tree_cache.token_to_kv_pool_allocator
+    guard = _guards[allocator]
+    known = guard.tracker.abort(violation)
+    guard.freeable, guard.keeps_row = known.own_pages, not known.own_row
     if guard.keeps_row:
         start, stop = req.kv.cache_protected_len, req.kv.kv_allocated_len
         guard.lost_tokens += -(-(stop - start) // guard.page_size) * guard.page_size
     try:
         original(req, tree_cache, checkpoint=False)
     finally:
-        guard.freeable, guard.keeps_row = None, False
+        rest, guard.freeable, guard.keeps_row = guard.freeable, None, False
+    # Its own pages that a wrong page table does not name.
+    allocator.free_page_ids(rest.long())
 
 
 def _accounting(original: Callable[..., Any], checker: Any, ps: Any, uncached: int = 0) -> Any:

@@ -66,6 +66,8 @@ class Guard:
         self._table = torch.zeros(layout.rows, blocks_per_request, dtype=torch.int32)
         self._told = [0] * layout.rows
         """How many blocks of each row the workers know."""
+        self.cached: list[list[int]] = [[] for _ in range(layout.rows)]
+        """The blocks that each row's request has put into the prefix cache."""
         self._steps: deque[tuple[Any, torch.Tensor, list[str], list[int]]] = deque()
         self.uncached: list[int] | None = None
         """Blocks that have lost their hash and are in no request, while these are collected."""
@@ -84,6 +86,7 @@ class Guard:
             )
         row = self._rows[request_id] = self._free_rows.pop()
         self._given[row] = self._told[row] = 0
+        self.cached[row] = []
         self.tracker.bind(torch.tensor([row]))
         return row
 
@@ -294,7 +297,9 @@ def _caching(
     if guard is not None and row is not None and num_cached_blocks < num_full_blocks:
         guard.extend(row, blocks)
         tags = guard.tracker.share(row, num_cached_blocks, num_full_blocks)
-        guard.prefix.put(_ids(blocks[num_cached_blocks:num_full_blocks]), tags)
+        pages = _ids(blocks[num_cached_blocks:num_full_blocks])
+        guard.prefix.put(pages, tags)
+        guard.cached[row] += pages.tolist()
 
 
 def _allocating(
@@ -352,12 +357,10 @@ def _updating(
     original: Callable[..., Any], scheduler: Any, scheduler_output: Any, model_runner_output: Any
 ) -> Any:
     guard = _guards.get(scheduler.kv_cache_manager.block_pool)
-    bad = () if guard is None else guard.settle(scheduler_output)
-    ended = [
-        request
-        for request_id, violation in bad
-        for request in _abort(scheduler, guard, request_id, violation)
-    ]
+    ended: list[Any] = []
+    if guard is not None:
+        for request_id, violation in guard.settle(scheduler_output):
+            ended += _abort(scheduler, guard, request_id, violation)
     outputs = original(scheduler, scheduler_output, model_runner_output)
     if ended:
         from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
@@ -374,10 +377,16 @@ def _updating(
     return outputs
 
 
-def _abort(scheduler: Any, guard: Any, request_id: str, violation: Violation) -> Sequence[Any]:
-    """Ends a request before its result is looked at, as vLLM ends those whose KV did not load."""
+def _abort(scheduler: Any, guard: Guard, request_id: str, violation: Violation) -> Sequence[Any]:
+    """Ends a request before its result is looked at, as vLLM ends those whose KV did not load.
+
+    vLLM caches blocks when it schedules them. What the request has cached is not found any more.
+    """
     from vllm.v1.request import RequestStatus
 
+    row = guard.row(request_id)
+    if row is not None:
+        scheduler.kv_cache_manager.evict_blocks(set(guard.cached[row]))
     guard.freeable = set(guard.tracker.abort(violation).sound_pages.tolist())
     try:
         ended: Sequence[Any] = scheduler.finish_requests(request_id, RequestStatus.FINISHED_ERROR)
