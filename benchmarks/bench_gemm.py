@@ -26,7 +26,7 @@ from benchmarks.peers import kernels as peers
 from halfbyte.kernels import w4a16
 from halfbyte.kernels.decode_bench import CACHE_BYTES, MOST_COPIES, Bench, graph_time
 from halfbyte.kernels.reference import decode_int4
-from halfbyte.kernels.w4a16 import Packed, Work
+from halfbyte.kernels.w4a16 import Packed, Weight, Work
 
 SHAPES = ((4096, 6144), (6144, 2048), (24576, 6144), (6144, 12288), (6144, 16384), (16384, 2048))
 """Rows and columns of linears of GLM-5.2."""
@@ -83,6 +83,7 @@ def dense(
     stored = rows * columns // 2 + rows * columns // group * 2
     copies = max(2, min(MOST_COPIES, -(-CACHE_BYTES // stored)))
     weights = [random_weight(rows, columns, group=group) for _ in range(copies)]
+    own = [Weight.of(weight) for weight in weights]
     lines = []
     for tokens in arguments.tokens:
         x = torch.randn(tokens, columns, device="cuda").bfloat16()
@@ -90,8 +91,9 @@ def dense(
         us: dict[str, float] = {}
 
         measure = partial(_measure, us, x)
-        measure("ours", [ours(w) for w in weights], weights[0])
-        measure("ours, early", [ours(w, early=True) for w in weights], weights[0])
+        for name, early in (("ours", False), ("ours, early", True)):
+            products = [partial(w4a16.linear, weight=w, early=early) for w in own]
+            measure(name, products, weights[0])
         if arguments.vllm:
             measure("Marlin", [peers.marlin(w, y) for w in weights], weights[0])
             if rows % 128 == 0:
@@ -118,10 +120,6 @@ def dense(
     return lines
 
 
-def ours(weight: Packed, *, early: bool = False) -> peers.Product:
-    return lambda x: w4a16.linear(x, weight, early=early)
-
-
 def _measure(
     us: dict[str, float], x: torch.Tensor, name: str, products: Sequence[peers.Product],
     weight: Packed | None = None,
@@ -137,6 +135,7 @@ def experts(arguments: argparse.Namespace, bandwidth: float) -> Sequence[dict[st
     group = arguments.group_size
     gate_up = random_weight(EXPERTS, 2 * INTERMEDIATE, HIDDEN, group=group)
     down = random_weight(EXPERTS, HIDDEN, INTERMEDIATE, group=group)
+    own = Weight.of(gate_up), Weight.of(down)
     marlin = peers.MarlinExperts.of(gate_up, down) if arguments.vllm else None
     stored = INTERMEDIATE * HIDDEN * 3 * (0.5 + 2 / group)  # of an expert
     generator = torch.Generator().manual_seed(1)
@@ -155,8 +154,7 @@ def experts(arguments: argparse.Namespace, bandwidth: float) -> Sequence[dict[st
         us: dict[str, float] = {}
         for name, early in (("ours", False), ("ours, early", True)):
             runs = [
-                partial(_run_experts, gate_up, down, work, router, gated, parts, early)
-                for work in works
+                partial(_run_experts, *own, work, router, gated, parts, early) for work in works
             ]
             check_experts(name, runs[0](x), x, gate_up, down, routes[0], router)
             _measure(us, x, name, runs)
@@ -179,7 +177,7 @@ def experts(arguments: argparse.Namespace, bandwidth: float) -> Sequence[dict[st
 
 
 def _run_experts(
-    gate_up: Packed, down: Packed, work: Work, router: torch.Tensor, gated: torch.Tensor,
+    gate_up: Weight, down: Weight, work: Work, router: torch.Tensor, gated: torch.Tensor,
     parts: torch.Tensor, early: bool, x: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     w4a16.run_gate_up(x, gate_up, work, gated, early=early)

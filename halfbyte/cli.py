@@ -17,13 +17,14 @@ from typing import Annotated
 import typer
 
 from halfbyte import __version__, env
-from halfbyte.commands import bench, convert, look, measure, publish
+from halfbyte.commands import bench, capacity, convert, look, measure, publish
 from halfbyte.console import Console, explain
 from halfbyte.errors import UsageError
 
 COMMANDS: Mapping[str, Callable[..., None]] = {
     "run": convert.run,
     "plan": convert.plan,
+    "capacity": capacity.capacity,
     "inspect": look.inspect,
     "verify": look.verify,
     "eval": measure.evaluate,
@@ -47,6 +48,10 @@ EXAMPLES: Mapping[str, str] = {
   quantize plan GLM-5.2-FP8
   quantize plan zai-org/GLM-5.2-FP8@main
   quantize plan GLM-5.2-FP8 --recipe glm-5-fp8-rest --json""",
+    "capacity": """
+  quantize capacity GLM-5.2-FP8
+  quantize capacity config.json --gpus 8 --gpu h200 --kv fp8 --context 131072
+  quantize capacity GLM-5.2-FP8 --dp-attention --svg tokens.svg --json""",
     "inspect": """
   quantize inspect GLM-5.2-FP8
   quantize inspect GLM-5.2-INT4 --json""",

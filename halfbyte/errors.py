@@ -22,7 +22,7 @@ class HubError(HalfbyteError):
 
 
 class UnsupportedModelError(HalfbyteError):
-    """The architecture has no layer runner, so it cannot be calibrated."""
+    """An architecture that cannot be calibrated, or whose KV cache is not known."""
 
 
 class RecipeError(HalfbyteError):

@@ -68,7 +68,7 @@ def test_the_commands_run_one_after_the_other(
     less = {"GLM-5.2-FP8": ["--samples", "8", "--sequence-length", "64"]}
     assert main(["eval", "GLM-5.2-FP8", "--tasks", "tasks", "-o", "fp8.json", "-q"]) == 0
     lines = [line for line in code_lines("README.md") if line.startswith("quantize ")]
-    assert len(lines) == 7
+    assert len(lines) == 8
     with LoopbackHub(tmp_path / "hub") as hub, hub.in_use(tmp_path / "home"):
         for line in lines:
             words = line.split()[1:]

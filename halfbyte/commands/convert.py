@@ -307,19 +307,25 @@ def _columns(group_size: GroupSizeName | None) -> int | Literal["channel"] | Non
 
 
 def _show_plan(console: Console, plan: Plan) -> None:
-    from halfbyte.commands import tables
+    from halfbyte.commands import capacity_tables, tables
 
     duration = _duration(plan)
+    output = default_output(_typed_name(plan.checkpoint)).name
+    serving = capacity_tables.Serving.of(plan, output)
     for line in tables.plan_summary(plan, duration):
         console.line(line)
     console.line()
     console.table(tables.plan_table(plan))
+    console.line()
+    for line in capacity_tables.serving_lines(serving):
+        console.line(line)
     if console.verbose:
         console.line()
         console.table(tables.memory_table(plan))
     for warning in plan.warnings:
         console.warning(warning)
-    console.result(tables.plan_record(plan, duration))
+    record = tables.plan_record(plan, duration, capacity_tables.serving_record(serving))
+    console.result(record)
 
 
 def _duration(plan: Plan) -> Duration:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 # A plan.
 
 
-def plan_record(plan: Plan, duration: Duration) -> dict[str, Any]:
-    """A plan as JSON: its rules, sizes, memory, time and what config.json will say."""
+def plan_record(plan: Plan, duration: Duration, serving: Mapping[str, Any]) -> dict[str, Any]:
+    """A plan as JSON: its rules, sizes, memory, time, pools, and what config.json will say."""
     return {
         "source": plan.checkpoint.origin,
         "model_type": plan.checkpoint.model_type,
@@ -42,6 +42,7 @@ def plan_record(plan: Plan, duration: Duration) -> dict[str, Any]:
         "memory": asdict(plan.memory),
         "duration": asdict(duration),
         "disk": plan.disk,
+        "serving": serving,
         "warnings": list(plan.warnings),
         "quantization_config": plan.quantization_config,
     }

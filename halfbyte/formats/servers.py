@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from halfbyte.formats.config import FUSED
+from halfbyte.formats.config import FUSED, config_count, text_config
 
 Kind = Literal["linear", "experts", "head", "plain"]
 """What a module is to a server: `plain` ones it holds without asking the config."""
@@ -40,6 +40,16 @@ attention, the indexer, and the glue of an MTP layer."""
 def is_divided(name: str) -> bool:
     """Whether servers split a tensor over the GPUs of a tensor-parallel group."""
     return _WHOLE.fullmatch(name) is None
+
+
+def parallel_gpus(config: Mapping[str, Any], group: int) -> int:
+    """GPUs that a tensor-parallel server can divide a model over, 8 at most; `group` columns of an
+    expert share a scale."""
+    model = text_config(config)
+    heads = config_count(model, "num_attention_heads")
+    columns = config_count(model, "moe_intermediate_size")
+    fits = (n for n in (8, 4, 2) if heads and heads % n == 0 and columns % (n * group) == 0)
+    return next(fits, 1)
 
 
 class LoadRefused(Exception):

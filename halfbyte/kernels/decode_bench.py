@@ -13,6 +13,7 @@ from halfbyte.devices import resolve_device
 from halfbyte.errors import DependencyError, HalfbyteError
 from halfbyte.kernels.decode_time import Format
 from halfbyte.kernels.fp8 import FP8
+from halfbyte.kernels.jit import kernel
 
 CACHE_BYTES = 256 << 20
 """More than a GPU caches."""
@@ -71,9 +72,9 @@ class Bench:
         return max(1, min(MOST_COPIES, -(-self.cache_bytes // max(1, int(nbytes)))))
 
     def bandwidth(self) -> float:
-        """Bytes a second of reading: a sum."""
+        """Bytes a second of reading memory."""
         many = torch.ones(self.read_bytes // 4, dtype=torch.int32, device=self.device)
-        return many.nbytes / self.timer(lambda _: many.sum(dtype=torch.int64), 1) * 1e6
+        return many.nbytes / self.timer(lambda _: read_all(many), 1) * 1e6
 
     def random(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """Normal values, made a matrix at a time: in float32 they take four times the memory."""
@@ -81,6 +82,17 @@ class Bench:
         for part in made.flatten(0, -3) if made.dim() > 2 else (made,):
             part.copy_(torch.randn(part.shape, device=self.device))
         return made
+
+
+def read_all(many: torch.Tensor) -> torch.Tensor:
+    """Numbers that depend on every bit of `many` int32 [n], n a multiple of four, as fast as memory
+    gives it."""
+    if many.device.type == "cpu":
+        return many.sum()
+    processors = torch.cuda.get_device_properties(many.device).multi_processor_count
+    parts = torch.empty(8 * processors, dtype=torch.int32, device=many.device)
+    kernel("memory", "read_all")((len(parts),), 512, many, many.numel() // 4, parts)
+    return parts
 
 
 def decode_device(option: str) -> torch.device:

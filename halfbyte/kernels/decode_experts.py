@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -18,7 +18,7 @@ from halfbyte.kernels.decode_bench import Bench, Run, check_product
 from halfbyte.kernels.decode_time import Experts, Layer, PartTime, Timing
 from halfbyte.kernels.fp8 import FP8, GroupedExperts, Scaled
 from halfbyte.kernels.reference import decode_int4, experts_int4
-from halfbyte.kernels.w4a16 import Packed
+from halfbyte.kernels.w4a16 import Packed, Weight
 
 ROUTINGS = 8
 """Choices of experts that a time is the mean of, at least."""
@@ -77,15 +77,16 @@ class Routing:
 def check_experts(layer: Layer, bench: Bench) -> None:
     """Raises UsageError for experts that INT4 or its kernels cannot hold."""
     experts = layer.experts
-    for name, columns in (("gate and up", experts.hidden), ("down", experts.intermediate)):
+    shapes = zip(("gate and up", "down"), _shapes(experts), strict=True)
+    for name, (_, rows, columns) in shapes:
         group = bench.group_size or columns
         reason = ""
         if columns % group or columns % 8:
             reason = f"{columns} columns are no whole groups of {group}"
         elif bench.device.type == "cuda":
-            codes = torch.empty(16, columns // 8, dtype=torch.int32, device="meta")
-            scales = torch.empty(16, columns // group, dtype=torch.bfloat16, device="meta")
-            reason = w4a16.unsupported(Packed(codes, scales))
+            codes = torch.empty(rows, columns // 8, dtype=torch.int32, device="meta")
+            scales = torch.empty(rows, columns // group, dtype=torch.bfloat16, device="meta")
+            reason = w4a16.unsupported(Packed(codes, scales), gate_up=name != "down")
         if reason:
             raise UsageError(
                 f"--tensor-parallel {layer.ranks}: INT4 products cannot take {name} of an expert:"
@@ -135,30 +136,42 @@ def _run(make: Callable[[int, torch.Tensor], torch.Tensor], copies: int, routing
 def _all_int4(
     experts: Experts, routings: Sequence[Routing], bench: Bench
 ) -> list[tuple[Timing, ...]]:
-    gate_up, down = (_random_int4(shape, bench) for shape in _shapes(experts))
-    copies = [(gate_up, down)]
+    gate_up, down = stored = [_random_int4(shape, bench) for shape in _shapes(experts)]
+    if bench.device.type != "cuda":
+        pairs = [(weight.codes, weight.scales) for weight in stored]
+
+        def by_torch(
+            copy: int, routing: Routing, chosen: torch.Tensor, *, early: bool
+        ) -> torch.Tensor:
+            return experts_int4(routing.x, pairs[0], pairs[1], chosen, routing.router)
+
+        return [_time_int4(by_torch, 1, stored, routing, bench) for routing in routings]
+    copies = [(Weight.of(gate_up), Weight.of(down))]
     while len(copies) < bench.copies(_token_bytes(experts)):
-        copies.append((_copied_int4(gate_up), _copied_int4(down)))
-    return [_time_int4(copies, routing, bench) for routing in routings]
+        copies.append((_copied_int4(copies[0][0]), _copied_int4(copies[0][1])))
+
+    def by_kernel(
+        copy: int, routing: Routing, chosen: torch.Tensor, *, early: bool
+    ) -> torch.Tensor:
+        return w4a16.experts(routing.x, *copies[copy], chosen, routing.router, early=early)
+
+    return [_time_int4(by_kernel, len(copies), stored, routing, bench) for routing in routings]
 
 
 def _time_int4(
-    copies: Sequence[tuple[Packed, Packed]], routing: Routing, bench: Bench
-) -> tuple[Timing, ...]:
+    make: Callable[..., torch.Tensor], copies: int, stored: Sequence[Packed], routing: Routing,
+    bench: Bench,
+) -> tuple[Timing, ...]:  # fmt: skip
     """As usual, and launched early."""
-    gate_up, down = copies[0]
+    gate_up, down = stored
     exact = routing.exact(partial(_decoded, gate_up), partial(_decoded, down), torch.bfloat16)
 
-    def make(copy: int, chosen: torch.Tensor, *, early: bool) -> torch.Tensor:
-        first, second = copies[copy]
-        if bench.device.type == "cuda":
-            return w4a16.experts(routing.x, first, second, chosen, routing.router, early=early)
-        pairs = (first.codes, first.scales), (second.codes, second.scales)
-        return experts_int4(routing.x, *pairs, chosen, routing.router)
-
     def timing(early: bool) -> Timing:
-        name, own = "routed experts in int4", partial(make, early=early)
-        us = _time(name, own, len(copies), routing, exact, LIMITS["int4"], bench)
+        def own(copy: int, chosen: torch.Tensor) -> torch.Tensor:
+            return make(copy, routing, chosen, early=early)
+
+        name = "routed experts in int4"
+        us = _time(name, own, copies, routing, exact, LIMITS["int4"], bench)
         return Timing("int4", "halfbyte", us, overlapped=early)
 
     return timing(early=False), timing(early=True)
@@ -175,8 +188,8 @@ def _random_int4(shape: tuple[int, int, int], bench: Bench) -> Packed:
     return Packed(codes, (signs * scales).bfloat16())
 
 
-def _copied_int4(weight: Packed) -> Packed:
-    return Packed(weight.codes.clone(), weight.scales.clone())
+def _copied_int4(weight: Weight) -> Weight:
+    return replace(weight, blocks=weight.blocks.clone())
 
 
 def _decoded(weight: Packed, expert: int) -> torch.Tensor:

@@ -13,11 +13,10 @@ import triton
 import triton.language as tl
 
 from halfbyte.kernels.fp8 import Scaled
-from halfbyte.kernels.w4a16 import MANY, Tile, Work, add_parts
+from halfbyte.kernels.w4a16 import Work, add_parts
 
 TOKENS = 16
 """At most of an expert in a program; the least that a product in Triton has."""
-SIXTEEN: Tile = next(tile for tile in MANY if tile.tokens == TOKENS)
 """What cuts the work into pieces of as many pairs."""
 
 
@@ -68,7 +67,7 @@ def experts(
 ) -> torch.Tensor:
     """See `halfbyte.kernels.fp8.experts`; `first` and `second` are how the products launch."""
     expert_count, pairs = gate_up.values.shape[0], chosen.numel()
-    work = Work.of(chosen, expert_count, tile=SIXTEEN)
+    work = Work.of(chosen, expert_count, tokens=TOKENS)
     gated = torch.empty(pairs, down.values.shape[2], dtype=x.dtype, device=x.device)
     run_gate_up(x, gate_up, work, gated, first)
     parts = torch.empty(pairs, x.shape[1], dtype=torch.float32, device=x.device)
@@ -114,8 +113,8 @@ def run_down(
 def _check(columns: int, work: Work, launch: Launch) -> None:
     if not launch.fits(columns):
         raise ValueError(f"{columns} columns are no multiple of {launch.depth}")
-    if work.tile.tokens > TOKENS:
-        raise ValueError(f"pieces of {work.tile.tokens} pairs; a program takes {TOKENS}")
+    if work.tokens > TOKENS:
+        raise ValueError(f"pieces of {work.tokens} pairs; a program takes {TOKENS}")
 
 
 @triton.jit

@@ -59,13 +59,14 @@ class Kernel:
         self,
         grid: tuple[int, ...],
         threads: int,
-        *arguments: torch.Tensor | int | float,
+        *arguments: torch.Tensor | Source | int | float,
         cluster: bool = False,
         early: bool = False,
     ) -> None:
         """Launch on torch's current stream.
 
-        Tensors go as pointers and must be contiguous, integers as C `int`, floats as C `float`.
+        Tensors go as pointers and must be contiguous, sources as they are, integers as C `int`,
+        floats as C `float`.
         With `cluster` the programs along the second axis of the grid form a cluster. With `early`
         the kernel may begin before the one before it in the stream has ended: it waits itself for
         what that one writes.
@@ -87,6 +88,41 @@ class Kernel:
         launch = _Launch(sizes, (threads, 1, 1), self._shared_bytes, stream, attributes, used)
         _check(_driver().cuLaunchKernelEx(ctypes.byref(launch), self._function, pointers, None))
 
+
+Source = ctypes.Array[ctypes.c_char]
+"""A `Source` of cuda/instructions.cuh."""
+
+
+@functools.lru_cache(4096)
+def source(
+    data: int, device: torch.device, element: int, sizes: tuple[int, int, int],
+    strides: tuple[int, int], box: tuple[int, int, int], *, swizzle: bool = False,
+) -> Source:  # fmt: skip
+    """A matrix at address `data`, for kernels to copy boxes of it.
+
+    `element` is 2 or 8 bytes; `sizes` and `box` are in elements, the dimension whose elements
+    follow each other first, `strides` of the others in bytes: multiples of 16, as `data` is.
+    `swizzle` is for boxes of 128 bytes in the first dimension. GPUs without an engine for boxes
+    get the address alone.
+    """
+    space = ctypes.create_string_buffer(_SOURCE_BYTES + 64)
+    made = (ctypes.c_char * _SOURCE_BYTES).from_buffer(space, -ctypes.addressof(space) % 64)
+    ctypes.c_uint64.from_buffer(made, _BOXES_BYTES).value = data
+    if torch.cuda.get_device_capability(device) >= (9, 0):
+        types, swizzle_128_bytes, promote_256_bytes = {2: 1, 8: 4}, 3, 3
+        _check(
+            _driver().cuTensorMapEncodeTiled(
+                made, types[element], 3, ctypes.c_void_p(data), (ctypes.c_uint64 * 3)(*sizes),
+                (ctypes.c_uint64 * 2)(*strides), (ctypes.c_uint32 * 3)(*box),
+                (ctypes.c_uint32 * 3)(1, 1, 1), 0, swizzle_128_bytes * swizzle, promote_256_bytes,
+                0,
+            )
+        )  # fmt: skip
+    return made
+
+
+_BOXES_BYTES, _SOURCE_BYTES = 128, 192
+"""Of a CUtensorMap, at a multiple of 64 bytes, and of that and an address."""
 
 _CLUSTER, _EARLY = 4, 6
 """CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION and _PROGRAMMATIC_STREAM_SERIALIZATION."""
@@ -119,7 +155,11 @@ class _Launch(ctypes.Structure):
     )
 
 
-def _argument(value: torch.Tensor | int | float) -> ctypes.c_void_p | ctypes.c_int | ctypes.c_float:
+def _argument(
+    value: torch.Tensor | Source | int | float,
+) -> ctypes.c_void_p | ctypes.c_int | ctypes.c_float | Source:
+    if isinstance(value, ctypes.Array):
+        return value
     if isinstance(value, torch.Tensor):
         if not value.is_contiguous() or not value.is_cuda:
             raise ValueError(f"a kernel takes contiguous tensors on the GPU, not {value.shape}")

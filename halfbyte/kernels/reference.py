@@ -109,7 +109,7 @@ def linear_int4(x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> 
 
         weight = w4a16.Packed(packed, scales)
         if w4a16.usable(weight):
-            return w4a16.linear(x, weight)
+            return w4a16.linear(x, w4a16.Weight.of(weight))
     return torch.nn.functional.linear(x.float(), decode_int4(packed, scales)).to(x.dtype)
 
 
@@ -127,9 +127,10 @@ def experts_int4(
     if x.is_cuda:
         from halfbyte.kernels import w4a16
 
-        packed = w4a16.Packed(*gate_up), w4a16.Packed(*down)
-        if w4a16.usable(*packed):
-            return w4a16.experts(x, *packed, chosen, router)
+        first, second = w4a16.Packed(*gate_up), w4a16.Packed(*down)
+        if w4a16.usable(first, gate_up=True) and w4a16.usable(second):
+            both = w4a16.Weight.of(first), w4a16.Weight.of(second)
+            return w4a16.experts(x, *both, chosen, router)
 
     def weights(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
         first, second = (decode_int4(w[0][expert], w[1][expert]) for w in (gate_up, down))

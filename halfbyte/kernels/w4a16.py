@@ -1,25 +1,23 @@
-"""Products of 16-bit activations with INT4 weights as a checkpoint stores them, on the GPU.
+"""Products of 16-bit activations with INT4 weights, on the GPU.
 
-`linear` is one product, `experts` a layer of routed experts. The kernels (`cuda/w4a16.cu`) read
-`weight_packed` and `weight_scale` as they lie in a checkpoint. No atomics and no workspace: the
-bits are the same in every run and on any number of streams, and a graph may capture launches.
+`linear` is one product, `experts` a layer of routed experts. The kernels (`cuda/w4a16.cu`) read a
+`Weight`: what a checkpoint stores, codes and scales in the order that tensor cores take them in
+(`fragments`). No atomics and no workspace: the bits are the same in every run and on any number of
+streams, and a graph may capture launches.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import astuple, dataclass, replace
-from typing import Literal
+import math
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from halfbyte.errors import DependencyError
-from halfbyte.kernels.jit import Kernel, kernel
-
-BLOCK = 128
-"""Columns that the kernels take at a time; K is a multiple of it."""
-
-Activations = Literal["of_a_warp", "shared", "wide"]
+from halfbyte.kernels import fragments
+from halfbyte.kernels.jit import Kernel, Source, kernel, source
 
 _ELEMENTS = {torch.bfloat16: "Element::bfloat16", torch.float16: "Element::float16"}
 _ENTRIES = {"dense": "DENSE", "gate_up": "GATE_UP", "down": "DOWN"}
@@ -27,7 +25,7 @@ _ENTRIES = {"dense": "DENSE", "gate_up": "GATE_UP", "down": "DOWN"}
 
 @dataclass(frozen=True)
 class Packed:
-    """An INT4 weight [..., N, K]: int32 [..., N, K/8] and the bfloat16 scales [..., N, groups]."""
+    """An INT4 weight [..., N, K] as stored: int32 [..., N, K/8] and bfloat16 [..., N, groups]."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -42,6 +40,36 @@ class Packed:
 
 
 @dataclass(frozen=True)
+class Weight:
+    """An INT4 weight [..., N, K] as the kernels read it."""
+
+    blocks: torch.Tensor
+    """int32 [..., ceil(N / 16), ceil(K / 128), words]; see `fragments`."""
+    rows: int
+    columns: int
+    groups: int
+
+    @staticmethod
+    def of(packed: Packed) -> Weight:
+        """Raises ValueError for a weight that the kernels cannot take; see `unsupported`."""
+        if reason := unsupported(packed):
+            raise ValueError(f"the INT4 kernels cannot take this weight: {reason}")
+        leading, (rows, words) = packed.codes.shape[:-2], packed.codes.shape[-2:]
+        groups = packed.scales.shape[-1]
+        if packed.scales.shape != (*leading, rows, groups):
+            raise ValueError(
+                f"codes {list(packed.codes.shape)} and scales {list(packed.scales.shape)} are not "
+                "those of one weight"
+            )
+        blocks = fragments.to_fragments(packed.codes, packed.scales)
+        return Weight(blocks, rows, 8 * words, groups)
+
+    @property
+    def scales_of_block(self) -> int:
+        return fragments.scales_of_block(self.columns, self.groups)
+
+
+@dataclass(frozen=True)
 class Tile:
     """How the warps of a program share rows and columns; see `Tile` in cuda/w4a16.cu."""
 
@@ -49,86 +77,57 @@ class Tile:
     tokens: int
     warps_by_rows: int
     warps_by_columns: int
-    blocks: int
-    """Of 128 columns, that are copied together: one or two."""
-    depth: int
-    activations: Activations
-    """In the ring of each warp, shared by all, or shared and read by the tensor cores of four warps
-    together (`wide`, which needs compute capability 9.0)."""
-    resident: int
-    """Programs that are to fit a multiprocessor."""
+    wide: bool = False
+    """With the tensor cores of four warps at once, which only compute capability 9.0 has."""
+    depth: int = 16
+    """Stages of the ring, at most; there are as many as shared memory has room for."""
 
     @property
-    def rows(self) -> int:
-        return 16 * self.row_groups * self.warps_by_rows
+    def strips(self) -> int:
+        """Of 16 rows, of a program."""
+        return self.row_groups * self.warps_by_rows
 
     @property
-    def warps(self) -> int:
-        return self.warps_by_rows * self.warps_by_columns
+    def threads(self) -> int:
+        return 32 * (self.warps_by_rows * self.warps_by_columns + 2)
+
+    def stage_bytes(self, scales: int, capacity: int, *, gathered: bool) -> int:
+        """Bytes of a stage of the ring, with activations of `capacity` tokens."""
+        block = 2 * fragments.ROWS * scales + 4 * fragments.WORDS
+        lines = capacity * (2 * self.warps_by_columns + gathered)
+        stage = self.strips * self.warps_by_columns * block + LINE_BYTES * lines
+        return -(-stage // 1024) * 1024
 
     @property
-    def piece_bytes(self) -> int:
-        """Bytes of activations that are shared, for a stage of each warp; 0 where none are."""
-        if self.activations == "wide":
-            return 2 * 2 * BLOCK * self.blocks * self.tokens
-        if self.activations == "of_a_warp":
-            return 0
-        piece = 512 if self.tokens > 16 else 512 + 64
-        return 4 * self.blocks * (self.tokens // 8) * self.warps_by_columns * piece
-
-    def ring_bytes(self, scales: int) -> int:
-        """Bytes of the rings of all warps; a row has `scales` in a block."""
-        block = 16 * self.row_groups * (BLOCK // 2 + (2 * scales if scales > 1 else 0))
-        block += 2 * BLOCK * self.tokens if self.activations == "of_a_warp" else 0
-        return -(-self.warps * self.depth * self.blocks * block // 1024) * 1024
-
-    def chunk(self, scales: int, stages: int) -> int:
-        """Stages of a warp, of `stages` in all, that shared memory has room for activations of."""
-        if self.activations != "shared":
-            return 1
-        room = SHARED_BYTES // self.resident - 1024 - self.ring_bytes(scales)
-        return max(1, min(stages, room // self.piece_bytes))
-
-    def shared_bytes(self, scales: int, chunk: int) -> int:
-        """Bytes of shared memory of a program: rings and activations, and partial sums later on."""
-        sums = 4 * self.warps_by_columns * self.tokens * (self.rows + 4)
-        return max(self.ring_bytes(scales) + chunk * self.piece_bytes, sums)
+    def sums_bytes(self) -> int:
+        return 4 * fragments.ROWS * self.strips * self.tokens * self.warps_by_columns
 
 
-SHARED_BYTES = 228 << 10
-"""Of a multiprocessor (compute capability 9.0), of which a program's first KiB is the system's."""
-
-DEEP = Tile(4, 8, 1, 4, 1, 2, "of_a_warp", 3)
-"""For up to 8 tokens, where there are rows enough."""
-QUICK = Tile(2, 8, 1, 8, 1, 3, "of_a_warp", 2)
-"""For up to 8 tokens and few rows."""
-MANY = (
-    Tile(4, 16, 8, 1, 1, 2, "shared", 2),
-    Tile(4, 32, 4, 1, 1, 2, "shared", 2),
-    Tile(2, 64, 8, 1, 1, 2, "shared", 2),
-)
-"""For up to 16, 32 and 64 tokens."""
+LINE_BYTES = 128
+"""Of the activations of a token in shared memory, 64 columns."""
+_BARRIER_BYTES = 1024
+"""At the beginning of shared memory."""
 
 
-def unsupported(weight: Packed) -> str:
-    """Why the kernels cannot take a weight; empty when they can."""
+def unsupported(weight: Packed, *, gate_up: bool = False) -> str:
+    """Why the kernels cannot take a weight, or one of gates and ups; empty when they can."""
     groups, columns = weight.scales.shape[-1], weight.columns
     size = columns // groups if columns % groups == 0 else 0
-    if columns % BLOCK:
-        return f"{columns} columns are no multiple of {BLOCK}"
     if groups > 1 and (size < 32 or size & (size - 1)):
         return f"groups of {size} columns; they are 32, 64, 128 or another power of two, or a row"
+    if columns % (LINE_BYTES // 2):
+        return f"{columns} columns are no multiple of {LINE_BYTES // 2}"
     if weight.codes.dtype != torch.int32 or weight.scales.dtype != torch.bfloat16:
         return f"codes {weight.codes.dtype} and scales {weight.scales.dtype}"
+    if gate_up and weight.rows % (2 * fragments.ROWS):
+        return f"{weight.rows} rows of gates and ups are no multiple of {2 * fragments.ROWS}"
     return ""
 
 
-def usable(*weights: Packed) -> bool:
-    """Whether the kernels can take these weights, on the GPU that they are on."""
-    return all(
-        weight.codes.is_cuda and not unsupported(weight) and available(weight.codes.device)
-        for weight in weights
-    )
+def usable(weight: Packed, *, gate_up: bool = False) -> bool:
+    """Whether the kernels can take this weight, on the GPU that it is on."""
+    on_gpu = weight.codes.is_cuda and not unsupported(weight, gate_up=gate_up)
+    return on_gpu and available(weight.codes.device)
 
 
 def available(device: torch.device) -> bool:
@@ -143,34 +142,36 @@ def available(device: torch.device) -> bool:
     return True
 
 
-def linear(x: torch.Tensor, weight: Packed, *, early: bool = False) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: Weight, *, early: bool = False) -> torch.Tensor:
     """x [M, K] times `weight` [N, K] transposed: [M, N] in the dtype of `x`, bfloat16 or float16.
 
     Sums are float32. Weights are not rounded for up to 16 tokens, with more to the dtype of `x`.
     With `early` the kernel may start before the one before it in the stream has ended and read
-    weights then: only where nothing in the stream writes them. Raises ValueError for what the
-    kernels cannot take (see `unsupported`).
+    weights then: only where nothing in the stream writes them. Raises ValueError for activations
+    that do not fit.
     """
     _check(x, weight, ())
     tokens, rows = x.shape[0], weight.rows
     y = torch.empty(tokens, rows, dtype=x.dtype, device=x.device)
-    for start in range(0, tokens, MANY[-1].tokens):
-        part = x[start : start + MANY[-1].tokens]
-        tile, split = _dense_tile(part.shape[0], rows, weight.columns)
-        split = split if _has_clusters(x.device) else 1
-        run, chunk = _kernel("dense", tile, x.dtype, weight, split)
-        run(
-            (-(-rows // tile.rows), split), 32 * tile.warps, weight.codes, weight.scales, part,
-            y[start : start + MANY[-1].tokens], part.shape[0], *_shape(weight), chunk,
-            cluster=split > 1, early=early,
+    for start in range(0, tokens, MOST_TOKENS):
+        part = x[start : start + MOST_TOKENS]
+        count = part.shape[0]
+        tile, split = _dense_tile(
+            count, rows, weight.columns, _processors(x.device), _capability(x.device)
+        )
+        launch = _launch("dense", tile, x.dtype, weight, tile.tokens if tile.wide else count)
+        launch.kernel(
+            (-(-rows // (fragments.ROWS * tile.strips)), split), launch.tile.threads,
+            launch.weight(weight), launch.activations(part), y[start : start + MOST_TOKENS], count,
+            rows, weight.columns, *launch.memory, cluster=split > 1, early=early,
         )  # fmt: skip
     return y
 
 
 def experts(
     x: torch.Tensor,
-    gate_up: Packed,
-    down: Packed,
+    gate_up: Weight,
+    down: Weight,
     chosen: torch.Tensor,
     router: torch.Tensor,
     *,
@@ -183,8 +184,10 @@ def experts(
     weights. silu(gate) times up is rounded to the dtype of `x`; all else is float32. `early` as in
     `linear`. Raises ValueError for what the kernels cannot take.
     """
-    expert_count, intermediate = gate_up.codes.shape[0], gate_up.rows // 2
+    expert_count, intermediate = gate_up.blocks.shape[0], gate_up.rows // 2
     _check(x, gate_up, (expert_count,))
+    if gate_up.rows % (2 * fragments.ROWS):
+        raise ValueError(f"{gate_up.rows} rows of gates and ups are no multiple of 32")
     for name, routed, dtype in (("chosen", chosen, torch.int32), ("router", router, torch.float32)):
         if routed.dim() != 2 or routed.shape != chosen.shape or routed.dtype != dtype:
             raise ValueError(f"{name} {list(routed.shape)} of {routed.dtype} is not [M, T] {dtype}")
@@ -211,46 +214,47 @@ class Work:
     """int32 [at most, 4]: expert, first in `order`, count."""
     count: torch.Tensor
     """int32 [1], of pieces."""
-    tile: Tile
+    tokens: int
+    """Pairs of a piece, at most."""
     pairs_of_token: int
 
     @staticmethod
     def of(
-        chosen: torch.Tensor, expert_count: int, *, tile: Tile = DEEP, early: bool = False
+        chosen: torch.Tensor, expert_count: int, *, tokens: int = 8, early: bool = False
     ) -> Work:
-        """Of `chosen` int32 [M, T], the experts of each token, in pieces for `tile`. Experts
-        outside 0..expert_count-1 are left out. Raises ValueError for more than 1,024."""
+        """Of `chosen` int32 [M, T], the experts of each token, in pieces of up to `tokens` pairs.
+        Experts outside 0..expert_count-1 are left out. Raises ValueError for more than 1,024."""
         pairs = chosen.numel()
         order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
-        most = min(pairs, expert_count + pairs // tile.tokens)
+        most = min(pairs, expert_count + pairs // tokens)
         pieces = torch.empty(most, 4, dtype=torch.int32, device=chosen.device)
         count = torch.empty(1, dtype=torch.int32, device=chosen.device)
         if expert_count > 1024:
             raise ValueError(f"{expert_count} experts, and the kernels take up to 1,024")
         _named("list_work")(
-            (1,), 1024, chosen, pairs, expert_count, tile.tokens, order, pieces, count, early=early
+            (1,), 1024, chosen, pairs, expert_count, tokens, order, pieces, count, early=early
         )
-        return Work(order, pieces, count, tile, chosen.shape[1])
+        return Work(order, pieces, count, tokens, chosen.shape[1])
 
 
 def run_gate_up(
-    x: torch.Tensor, weight: Packed, work: Work, gated: torch.Tensor, *, early: bool = False
+    x: torch.Tensor, weight: Weight, work: Work, gated: torch.Tensor, *, early: bool = False
 ) -> None:
     """gated [pairs, I] = silu(gate) times up of each pair, for `x` [M, H]."""
+    tile = EXPERT_TILES["gate_up"]
     intermediate = weight.rows // 2
-    strips = -(-intermediate // (work.tile.rows // 2))
-    run, chunk = _kernel("gate_up", work.tile, x.dtype, weight)
-    _, columns, groups, shift = _shape(weight)
-    run(
-        (strips, 1, work.pieces.shape[0]), 32 * work.tile.warps, weight.codes, weight.scales, x,
-        gated, work.pieces, work.count, work.order, work.pairs_of_token, intermediate, columns,
-        groups, shift, chunk, early=early,
+    pieces = work.pieces.shape[0] * -(-intermediate // (fragments.ROWS * tile.strips // 2))
+    launch = _launch("gate_up", tile, x.dtype, weight, min(work.tokens, len(x)), pieces)
+    launch.kernel(
+        (min(pieces, _processors(x.device)),), launch.tile.threads, launch.weight(weight),
+        launch.activations(x), gated, work.pieces, work.count, work.order, work.pairs_of_token,
+        weight.blocks.shape[0], intermediate, weight.columns, *launch.memory, early=early,
     )  # fmt: skip
 
 
 def run_down(
     gated: torch.Tensor,
-    weight: Packed,
+    weight: Weight,
     work: Work,
     router: torch.Tensor,
     parts: torch.Tensor,
@@ -261,12 +265,14 @@ def run_down(
 
     With `early` the kernel ahead has to be that of `run_gate_up` with the same work.
     """
-    strips = -(-weight.rows // work.tile.rows)
-    run, chunk = _kernel("down", work.tile, gated.dtype, weight)
-    run(
-        (strips, 1, work.pieces.shape[0]), 32 * work.tile.warps, weight.codes, weight.scales,
-        gated, parts, work.pieces, work.count, work.order, router, *_shape(weight), chunk,
-        early=early,
+    tile = EXPERT_TILES["down"]
+    pieces = work.pieces.shape[0] * -(-weight.rows // (fragments.ROWS * tile.strips))
+    capacity = min(work.tokens, len(gated) // work.pairs_of_token)
+    launch = _launch("down", tile, gated.dtype, weight, capacity, pieces)
+    launch.kernel(
+        (min(pieces, _processors(gated.device)),), launch.tile.threads, launch.weight(weight),
+        launch.activations(gated), parts, work.pieces, work.count, work.order, router,
+        weight.blocks.shape[0], weight.rows, weight.columns, *launch.memory, early=early,
     )  # fmt: skip
 
 
@@ -286,46 +292,142 @@ def add_parts(
     )  # fmt: skip
 
 
-def _dense_tile(tokens: int, rows: int, columns: int) -> tuple[Tile, int]:
-    """The tile, and the programs of a cluster that share its rows."""
-    if tokens > DEEP.tokens:
-        tile = next(tile for tile in MANY if tile.tokens >= tokens)
-        return tile, _split(tile, rows, columns)
-    if rows >= 12288 or columns <= 2048:
-        return DEEP, 1
-    if columns >= 12288:
-        return DEEP, 2
-    return QUICK, 1
+# Tiles, as measured on an H200.
 
+MOST_TOKENS = 64
+"""Of one launch."""
 
-def _split(tile: Tile, rows: int, columns: int) -> int:
-    """So many programs share rows that a GPU of 132 multiprocessors has enough of them."""
-    strips, split = -(-rows // tile.rows), 1
-    most = columns // (BLOCK * tile.blocks) // tile.warps_by_columns
-    while split < 8 and 2 * split <= most and strips * split < 132 * tile.resident:
-        split *= 2
-    return split
+_DENSE_TILES = (
+    Tile(2, 8, 1, 8, depth=3),
+    Tile(3, 8, 1, 8, depth=3),
+    Tile(4, 8, 1, 4),
+    Tile(6, 8, 1, 4),
+    Tile(4, 8, 2, 4),
+    Tile(3, 8, 4, 3),
+    Tile(4, 16, 1, 4, depth=3),
+    Tile(6, 16, 1, 4),
+    Tile(4, 16, 2, 2),
+    Tile(12, 16, 1, 4),
+    Tile(1, 32, 4, 3, wide=True),
+    Tile(2, 32, 3, 4),
+    Tile(2, 32, 4, 3, wide=True),
+    Tile(3, 32, 4, 2, wide=True),
+    Tile(1, 64, 4, 3, wide=True),
+    Tile(2, 64, 4, 3, wide=True),
+)
+EXPERT_TILES = {"gate_up": Tile(4, 8, 2, 4), "down": Tile(4, 8, 2, 4)}
+
+_CLUSTERS = {1: 1.0, 2: 1.0, 4: 0.85, 8: 0.7}
+"""The share of a GPU's multiprocessors that programs of clusters of a size find together."""
 
 
 @functools.cache
-def _has_clusters(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+def _dense_tile(
+    tokens: int, rows: int, columns: int, processors: int, capability: int
+) -> tuple[Tile, int]:
+    """The tile, and the programs of a cluster that share its rows, that take the least time."""
+    size = next(tile.tokens for tile in _DENSE_TILES if tile.tokens >= tokens)
+    tiles = [tile for tile in _DENSE_TILES if tile.tokens == size]
+    if capability != 9:
+        tiles = [replace(tile, wide=False) for tile in tiles]
+    splits = _CLUSTERS if capability >= 9 else (1,)
+    return min(
+        ((tile, split) for tile in tiles for split in splits),
+        key=lambda pair: _microseconds(pair[0], pair[1], rows, columns, processors),
+    )
 
 
-def _kernel(
-    entry: str, tile: Tile, dtype: torch.dtype, weight: Packed, split: int = 1
-) -> tuple[Kernel, int]:
-    """The kernel, and its chunk."""
-    scales = max(1, BLOCK * weight.scales.shape[-1] // weight.columns)
-    if weight.columns % (BLOCK * tile.blocks):
-        tile = replace(tile, blocks=1)
-    stages = weight.columns // (BLOCK * tile.blocks)
-    chunk = tile.chunk(scales, -(-stages // (tile.warps_by_columns * split)))
-    *shape, activations, resident = astuple(tile)
-    values = (resident, *shape, f"Activations::{activations}", scales)
-    arguments = ", ".join(str(value) for value in values)
+def _microseconds(tile: Tile, split: int, rows: int, columns: int, processors: int) -> float:
+    """About what a product takes, up to what is the same for all tiles: the programs that a
+    multiprocessor runs one after the other times the bytes of each, and what clusters cost. Chooses
+    within 1 % of the best on average over 30 products; see docs/results.md."""
+    programs = -(-rows // (fragments.ROWS * tile.strips)) * split
+    turns = math.ceil(programs / (processors * _CLUSTERS[split]))
+    blocks = math.ceil(math.ceil(columns / fragments.COLUMNS) / split)
+    blocks = math.ceil(blocks / tile.warps_by_columns) * tile.warps_by_columns
+    # Activations come from the GPU's cache.
+    nbytes = blocks * (72 * fragments.ROWS * tile.strips + 0.2 * 256 * tile.tokens)
+    return turns * (nbytes / 33e3 + 1 + (0.5 + 0.06 * tile.tokens if split > 1 else 0))
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
+    """From 9 on there are clusters and an engine that copies; 9 alone has the tensor cores of four
+    warps."""
+    return torch.cuda.get_device_capability(device)[0]
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    """That a program may have."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """A kernel, with a tile that shared memory has room for."""
+
+    kernel: Kernel
+    tile: Tile
+    halves: int
+    """Strips of a program that lie together: all, or half of them."""
+    lines: int
+    """Tokens that are copied together."""
+    memory: tuple[int, int, int]
+    """The depth of the ring, the tokens of a stage, and where sums are."""
+
+    def weight(self, weight: Weight) -> Source:
+        *strips, blocks, words = weight.blocks.shape
+        # In numbers of eight bytes, since a box has at most 256 along each dimension.
+        return source(
+            weight.blocks.data_ptr(), weight.blocks.device, 8,
+            (words // 2, blocks, math.prod(strips)), (4 * words, 4 * words * blocks),
+            (words // 2, self.tile.warps_by_columns, self.tile.strips // self.halves),
+        )  # fmt: skip
+
+    def activations(self, x: torch.Tensor) -> Source:
+        if not x.is_contiguous() or x.data_ptr() % 16:
+            raise ValueError("activations have to be contiguous, from a multiple of 16 bytes on")
+        rows, columns = x.shape
+        line = LINE_BYTES // 2
+        return source(
+            x.data_ptr(), x.device, 2, (line, rows, columns // line), (2 * columns, LINE_BYTES),
+            (line, self.lines, 2 * self.tile.warps_by_columns), swizzle=True,
+        )  # fmt: skip
+
+
+def _launch(
+    entry: str, tile: Tile, dtype: torch.dtype, weight: Weight, capacity: int, pieces: int = 1
+) -> _Launch:
+    """For stages of so many tokens, and so many pieces of work at most."""
+    scales, room = weight.scales_of_block, _shared_bytes(weight.blocks.device) - _BARRIER_BYTES
+    gathered = entry != "dense"
+    while True:
+        stage = tile.stage_bytes(scales, capacity, gathered=gathered)
+        # Sums of one piece of work wait while the next one is copied; where there is one, they may
+        # take the place of the ring.
+        apart = tile.sums_bytes if gathered else 0
+        depth = (room - apart) // stage
+        if depth >= 2 or tile.warps_by_columns == 1:
+            break
+        tile = replace(tile, warps_by_columns=tile.warps_by_columns // 2)
+    blocks = -(-weight.columns // fragments.COLUMNS)
+    depth = min(tile.depth, depth, pieces * -(-blocks // tile.warps_by_columns))
+    sums_at = _BARRIER_BYTES + (depth * stage if gathered else 0)
+    shared = max(_BARRIER_BYTES + depth * stage, sums_at + tile.sums_bytes)
+    shape = (tile.row_groups, tile.tokens, tile.warps_by_rows, tile.warps_by_columns)
+    arguments = ", ".join(str(value).lower() for value in (*shape, tile.wide, scales))
     instance = f"{_ENTRIES[entry]}({_ELEMENTS[dtype]}, {arguments})"
-    return kernel("w4a16", "run", tile.shared_bytes(scales, chunk), instance), chunk
+    return _Launch(
+        kernel("w4a16", "run", shared, instance), tile, 2 if entry == "gate_up" else 1,
+        1 if gathered else capacity, (depth, capacity, sums_at),
+    )  # fmt: skip
 
 
 @functools.cache
@@ -333,26 +435,11 @@ def _named(name: str, instance: str = "") -> Kernel:
     return kernel("w4a16", "run" if instance else name, instance=instance)
 
 
-def _shape(weight: Packed) -> tuple[int, int, int, int]:
-    """Rows, columns, groups and the power of two that a group has of columns."""
-    groups = weight.scales.shape[-1]
-    shift = (weight.columns // groups).bit_length() - 1 if groups > 1 else 31
-    return weight.rows, weight.columns, groups, shift
-
-
-def _check(x: torch.Tensor, weight: Packed, leading: tuple[int, ...]) -> None:
-    if reason := unsupported(weight):
-        raise ValueError(f"the INT4 kernels cannot take this weight: {reason}")
-    rows, columns = weight.rows, weight.columns
-    groups = weight.scales.shape[-1]
-    expected = ((*leading, rows, columns // 8), (*leading, rows, groups))
-    if (tuple(weight.codes.shape), tuple(weight.scales.shape)) != expected:
+def _check(x: torch.Tensor, weight: Weight, leading: tuple[int, ...]) -> None:
+    if tuple(weight.blocks.shape[:-3]) != leading:
+        raise ValueError(f"a weight with {list(weight.blocks.shape[:-3])} before its rows")
+    if x.dim() != 2 or x.shape[1] != weight.columns or x.dtype not in _ELEMENTS:
         raise ValueError(
-            f"codes {list(weight.codes.shape)} and scales {list(weight.scales.shape)} are not "
-            "those of one weight"
-        )
-    if x.dim() != 2 or x.shape[1] != columns or x.dtype not in _ELEMENTS:
-        raise ValueError(
-            f"activations {list(x.shape)} of {x.dtype}: the weight takes [M, {columns}] of "
+            f"activations {list(x.shape)} of {x.dtype}: the weight takes [M, {weight.columns}] of "
             "bfloat16 or float16"
         )

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.core import Origin
-from halfbyte.errors import OutputError
+from halfbyte.errors import HalfbyteError, OutputError
 from halfbyte.formats.files import write_atomic
 from halfbyte.formats.folder import CARD_FILE, CARD_MARK, is_our_card
+from halfbyte.kvcache.advice import disaggregated
 from halfbyte.report import commands
 from halfbyte.report.linears import (
     counted,
@@ -279,7 +280,38 @@ def _serving(output: Output) -> str:
     if output.mtp_layers:
         lines = (commands.vllm_command(output, mtp=True), commands.sglang_command(output, mtp=True))
         text += "\nWith the MTP layer guessing a token ahead:\n\n" + block("\n".join(lines))
-    return text
+    return text + _pools(output)
+
+
+def _pools(output: Output) -> str:
+    """Which checkpoint serves which pool where prefill and decode are apart."""
+    gpus = output.parallel()
+    before, after = output.per_gpu(gpus)
+    source = output.report.origin.name
+    try:
+        apart = disaggregated(output.config, gpus, (source, before), (output.name, after))
+    except HalfbyteError as error:
+        return f"\nRoom for KV cache is not estimated: {escape(str(error))}.\n"
+    node, cache = apart.decode.node, apart.decode.capacity
+    rows = [
+        [
+            pool.role,
+            escape(pool.capacity.weights),
+            format_gib(pool.capacity.on_each),
+            f"{pool.capacity.tokens:,}" if pool.capacity.fits else "does not fit",
+            code(" ".join(pool.flags)),
+        ]
+        for pool in apart.pools
+    ]
+    head = ["pool", "checkpoint", "weights a GPU", "tokens of KV cache", "flags of SGLang"]
+    return (
+        f"\nWith prefill and decode apart, each on {node.gpus} x {node.gpu.name}:"
+        f" {apart.reason}. Estimated for an FP8 cache of {cache.per_token:,} bytes a token and a"
+        f" GPU, and {node.fraction:g} of free memory for weights and cache; `quantize capacity` has"
+        " the assumptions, and other GPUs. vLLM takes the same `--kv-cache-dtype`. Accuracy with an"
+        " FP8 cache is a question of its own.\n\n"
+        f"{table(head, rows, numbers=(2, 3))}"
+    )
 
 
 def _reproduction(output: Output) -> str:

@@ -21,6 +21,7 @@ from halfbyte.evals.record import decode, encode
 from halfbyte.formats.config import config_count, text_config
 from halfbyte.formats.files import write_atomic
 from halfbyte.formats.folder import CONFIG_FILE, GATE_FILE, REPORT_FILE, RUN_FILE
+from halfbyte.formats.servers import parallel_gpus
 
 MAX_FILE_BYTES = 512 << 20
 """Of one JSON file; the report on GLM-5.2's 57,600 linears takes 30 MB."""
@@ -150,12 +151,8 @@ class Output:
 
     def parallel(self) -> int:
         """GPUs that a tensor-parallel server can divide the model over, 8 at most."""
-        model = text_config(self.config)
-        heads = config_count(model, "num_attention_heads")
-        columns = config_count(model, "moe_intermediate_size")
         group = max((_group(rule.scheme) for rule in self.report.rules), default=1)
-        fits = (n for n in (8, 4, 2) if heads and heads % n == 0 and columns % (n * group) == 0)
-        return next(fits, 1)
+        return parallel_gpus(self.config, group)
 
     def per_gpu(self, gpus: int) -> tuple[int, int]:
         """Bytes of weights on each GPU of a tensor-parallel server, of the source and of this."""

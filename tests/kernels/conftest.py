@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 import shutil
 import subprocess
@@ -44,7 +45,17 @@ class HostKernel:
         )
 
 
+def host_source(
+    data: int, device: torch.device, element: int, sizes: tuple[int, int, int],
+    strides: tuple[int, int], box: tuple[int, int, int], *, swizzle: bool = False,
+) -> ctypes.Array[ctypes.c_long]:  # fmt: skip
+    """A `Source` of host_instructions.h."""
+    return (ctypes.c_long * 17)(element, *sizes, *strides, *box, swizzle, *[0] * 6, data)
+
+
 def _argument(value: torch.Tensor | int | float) -> ctypes._SimpleCData[object]:
+    if isinstance(value, ctypes.Array):
+        return value
     if isinstance(value, torch.Tensor):
         assert value.is_contiguous()
         return ctypes.c_void_p(value.data_ptr())
@@ -61,9 +72,9 @@ def host_kernel(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
     if compiler is None:
         pytest.skip("no g++ to compile the CUDA sources with")
     folder = tmp_path_factory.mktemp("host_cuda")
-    libraries: dict[tuple[str, str], ctypes.CDLL] = {}
+    libraries: dict[tuple[str, str, bool], ctypes.CDLL] = {}
 
-    def library(source: str, instance: str) -> ctypes.CDLL:
+    def library(source: str, instance: str, hopper: bool) -> ctypes.CDLL:
         code = (jit.SOURCES / f"{source}.cu").read_text()
         code = re.sub(r'#include "(\w+)\.cuh"', r'#include "host_\1.h"', code) + instance
         names = re.findall(
@@ -79,17 +90,21 @@ def host_kernel(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
         subprocess.run(
             [
                 compiler, "-std=c++20", "-O2", "-ffp-contract=off", "-fno-strict-aliasing",
-                "-shared", "-fPIC", "-pthread", "-w", "-I", str(SHIM.parent), "-include", str(SHIM),
-                str(path), "-o", str(path.with_suffix(".so")),
+                "-shared", "-fPIC", "-pthread", "-w", f"-DHOPPER={hopper:d}",
+                "-I", str(SHIM.parent), "-include", str(SHIM), str(path),
+                "-o", str(path.with_suffix(".so")),
             ],
             check=True,
         )  # fmt: skip
         return ctypes.CDLL(str(path.with_suffix(".so")))
 
-    def kernel(source: str, name: str, shared_bytes: int = 0, instance: str = "") -> HostKernel:
-        if (source, instance) not in libraries:
-            libraries[source, instance] = library(source, instance)
-        return HostKernel(getattr(libraries[source, instance], f"launch_{name}"), shared_bytes)
+    def kernel(
+        source: str, name: str, shared_bytes: int = 0, instance: str = "", *, hopper: bool = True
+    ) -> HostKernel:
+        key = source, instance, hopper
+        if key not in libraries:
+            libraries[key] = library(*key)
+        return HostKernel(getattr(libraries[key], f"launch_{name}"), shared_bytes)
 
     return kernel
 
@@ -100,8 +115,22 @@ def int4_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     if torch.cuda.is_available():
         return
     w4a16._named.cache_clear()
+    monkeypatch.setattr(w4a16, "source", host_source)
     monkeypatch.setattr(w4a16, "kernel", request.getfixturevalue("host_kernel"))
-    monkeypatch.setattr(w4a16, "_has_clusters", lambda device: False)
+    monkeypatch.setattr(w4a16, "_capability", lambda device: 8)  # a cluster needs programs at once
+    monkeypatch.setattr(w4a16, "_processors", lambda device: 3)
+    monkeypatch.setattr(w4a16, "_shared_bytes", lambda device: 232448)
+
+
+@pytest.fixture
+def earlier_gpu(
+    int4_kernels: None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels as they are for GPUs before Hopper, on the host."""
+    if torch.cuda.is_available():
+        pytest.skip("the code for earlier GPUs is not compiled for this one")
+    made = functools.partial(request.getfixturevalue("host_kernel"), hopper=False)
+    monkeypatch.setattr(w4a16, "kernel", made)
 
 
 @pytest.fixture

@@ -7,10 +7,13 @@
 
 #include <algorithm>
 #include <barrier>
+#include <chrono>
 #include <cmath>
+#include <condition_variable>
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <tuple>
 #include <utility>
@@ -19,6 +22,7 @@
 #define __global__
 #define __device__
 #define __forceinline__ inline
+#define __grid_constant__
 #define __launch_bounds__(...)
 #define __shared__ static  // `extern __shared__` is replaced by `extern` before compiling
 #define asm(...) rounded = host_nearest_tf32(x)  // the one instruction that is written out
@@ -37,6 +41,9 @@ inline Index gridDim, blockDim;
 inline std::barrier<>* everyone;
 inline void __syncthreads() { everyone->arrive_and_wait(); }
 
+// The warps that multiply: all but the last two.
+inline std::barrier<>* first;
+
 // What the lanes of a warp show each other.
 struct Warp {
     std::barrier<> barrier{32};
@@ -46,6 +53,14 @@ struct Warp {
 inline std::vector<std::unique_ptr<Warp>> warps;
 inline Warp& warp() { return *warps[threadIdx.x / 32]; }
 inline void __syncwarp() { warp().barrier.arrive_and_wait(); }
+
+inline int __shfl_sync(unsigned, int value, int lane) {
+    warp().words[threadIdx.x % 32][0] = value;
+    __syncwarp();
+    const int result = warp().words[lane][0];
+    __syncwarp();
+    return result;
+}
 
 struct alignas(16) float4 {
     float x, y, z, w;
@@ -105,6 +120,8 @@ bool launch(void (*kernel)(Arguments...), const unsigned* grid, unsigned threads
     for (unsigned i = 0; i < grid[0] * grid[1] * grid[2]; i++) {
         std::barrier<> barrier(threads);
         everyone = &barrier;
+        std::barrier<> all_but_a_warp(threads > 64 ? threads - 64 : threads);
+        first = &all_but_a_warp;
         warps.clear();
         for (unsigned w = 0; w < (threads + 31) / 32; w++) warps.push_back(std::make_unique<Warp>());
         std::vector<std::thread> running;

@@ -1,7 +1,9 @@
 // halfbyte/kernels/cuda/instructions.cuh for the host: the same functions, by their definition.
 #pragma once
 
-#define HOPPER 1
+#ifndef HOPPER
+#define HOPPER 1  // 0 for what runs on earlier GPUs
+#endif
 
 enum class Element { bfloat16, float16 };
 
@@ -25,23 +27,84 @@ unsigned short rounded(float x) {
     return bits;
 }
 
-// Copies happen when they are asked for, so that one that comes too early is seen.
 inline unsigned shared_address(const void* place) {
     return static_cast<const unsigned char*>(place) - memory;
 }
-inline void copy_16_bytes(unsigned to, const void* from) {
+
+// Copies happen when they are asked for, so that one that comes too early is seen.
+constexpr int COPY_ARRIVALS = HOPPER ? 1 : 32;
+struct Barrier {
+    std::mutex mutex;
+    std::condition_variable ended;
+    int count = 0, waiting_for = 0, bytes = 0, phase = 0;
+    void settle() {
+        if (waiting_for < 0 || bytes < 0) std::abort();
+        if (waiting_for == 0 && bytes == 0) waiting_for = count, phase++, ended.notify_all();
+    }
+};
+inline Barrier barriers[64];  // 8 bytes of shared memory each
+inline void make_barrier(unsigned barrier, int count) {
+    Barrier& own = barriers[barrier / 8];
+    own.count = own.waiting_for = count, own.bytes = own.phase = 0;
+}
+inline void show_barriers() {}
+inline void arrive(unsigned barrier) {
+    Barrier& own = barriers[barrier / 8];
+    const std::lock_guard lock(own.mutex);
+    own.waiting_for--, own.settle();
+}
+inline void wait(unsigned barrier, int phase) {
+    Barrier& own = barriers[barrier / 8];
+    std::unique_lock lock(own.mutex);
+    // A phase that never ends is a mistake in the bytes that were announced, or in the arrivals.
+    if (!own.ended.wait_for(lock, std::chrono::seconds(60), [&] { return own.phase > phase; })) {
+        std::abort();
+    }
+}
+inline void announce(unsigned barrier, int bytes) {
+    Barrier& own = barriers[barrier / 8];
+    const std::lock_guard lock(own.mutex);
+    own.waiting_for--, own.bytes += bytes, own.settle();
+}
+struct Source {  // as `host_source` makes it
+    long element, sizes[3], strides[2], box[3], swizzled, unused[6];
+    const unsigned char* data;
+};
+inline void copy_box(unsigned to, const Source& source, int x, int y, int z, unsigned barrier) {
+    if (to % 128) std::abort();
+    const long first[3] = {x, y, z};
+    long bytes = 0;
+    for (long k = 0; k < source.box[2]; k++) {
+        for (long j = 0; j < source.box[1]; j++) {
+            for (long i = 0; i < source.box[0]; i++, bytes += source.element) {
+                const bool there = first[0] + i < source.sizes[0] && first[1] + j < source.sizes[1]
+                                   && first[2] + k < source.sizes[2];
+                unsigned place = to + bytes;
+                if (source.swizzled) place ^= (place >> 7 & 7) << 4;
+                std::memset(memory + place, 0, source.element);
+                if (there) {
+                    std::memcpy(memory + place,
+                                source.data + (first[0] + i) * source.element
+                                    + (first[1] + j) * source.strides[0]
+                                    + (first[2] + k) * source.strides[1],
+                                source.element);
+                }
+            }
+        }
+    }
+    Barrier& own = barriers[barrier / 8];
+    const std::lock_guard lock(own.mutex);
+    own.bytes -= bytes, own.settle();
+}
+inline void copy_16_bytes(unsigned to, const void* from, bool there) {
     if (to % 16 || reinterpret_cast<std::uintptr_t>(from) % 16) std::abort();
-    std::memcpy(memory + to, from, 16);
+    if (there) std::memcpy(memory + to, from, 16);
+    else std::memset(memory + to, 0, 16);
 }
-template <int BYTES>
-void copy_bytes(unsigned to, const void* from) {
-    if (to % BYTES || reinterpret_cast<std::uintptr_t>(from) % BYTES) std::abort();
-    std::memcpy(memory + to, from, BYTES);
-}
-inline void end_of_copies() {}
-template <int LATER>
-void wait_for_copies() {
-    __syncwarp();
+inline void end_of_copies(unsigned barrier) { arrive(barrier); }
+template <int THREADS>
+void synchronize_first() {
+    first->arrive_and_wait();
 }
 
 inline void load_matrices(unsigned (&words)[4], unsigned address) {
@@ -101,8 +164,8 @@ struct Cluster {
     int rank, size;
 };
 inline Cluster this_cluster() { return {int(blockIdx.y), int(gridDim.y)}; }
-inline void synchronize(Cluster) { __syncthreads(); }
-inline float load_shared_of(const float* place, int, Cluster) { return *place; }
+inline void synchronize(Cluster) { std::abort(); }
+inline float4 load_shared_of(const float4* place, int, Cluster) { return *place; }
 
 inline void show_to_tensor_cores() {}
 inline void begin_products() {}

@@ -26,7 +26,7 @@ from halfbyte.kernels.decode_time import (
     decoder_layer,
 )
 from halfbyte.kernels.fp8 import FP8, GroupedExperts, Scaled
-from halfbyte.kernels.w4a16 import DEEP, Tile, Work
+from halfbyte.kernels.w4a16 import Work
 from halfbyte.progress import SilentProgress
 from halfbyte.testing.architectures import ModelType, tiny_config
 from halfbyte.testing.glm52 import glm52_config
@@ -362,20 +362,20 @@ def exact(weight: Scaled, expert: int) -> torch.Tensor:
     return weight.values[expert].double() * float(weight.scales[expert])
 
 
-def listed(chosen: torch.Tensor, expert_count: int, *, tile: Tile = DEEP) -> Work:
+def listed(chosen: torch.Tensor, expert_count: int, *, tokens: int = 8) -> Work:
     """`Work.of` in plain Python."""
     flat, pieces = chosen.flatten().tolist(), []
     order = sorted(range(len(flat)), key=lambda pair: flat[pair])
     end = 0
     for expert in range(expert_count):
         first, end = end, end + flat.count(expert)
-        for start in range(first, end, tile.tokens):
-            pieces.append((expert, start, min(tile.tokens, end - start), 0))
+        for start in range(first, end, tokens):
+            pieces.append((expert, start, min(tokens, end - start), 0))
     count = len(pieces)
     pieces += [(-1, -1, -1, -1)] * 2  # launched, and not to be read
     return Work(
         *(torch.tensor(part, dtype=torch.int32) for part in (order, pieces, [count])),
-        tile,
+        tokens,
         chosen.shape[1],
     )
 
@@ -413,7 +413,7 @@ def test_each_launch_of_the_fp8_kernels(kernels: Any, launch: int) -> None:
     case = Case(512, 72)
     gated = case.gated()
     case.to(DEVICE)
-    work = Work.of(case.chosen, EXPERTS, tile=kernels.SIXTEEN)
+    work = Work.of(case.chosen, EXPERTS, tokens=kernels.TOKENS)
     found = torch.full(gated.shape, float("nan"), device=DEVICE)
     kernels.run_gate_up(case.x, case.gate_up, work, found, chosen)
     assert relative_error(found.cpu(), gated) < (1e-2 if CUDA else 1e-6)
@@ -423,7 +423,7 @@ def test_each_launch_of_the_fp8_kernels(kernels: Any, launch: int) -> None:
     expected = case.parts(inputs)
     parts = torch.full(expected.shape, float("nan"), device=DEVICE)
     case.to(DEVICE)
-    work = Work.of(case.chosen, EXPERTS, tile=kernels.SIXTEEN)
+    work = Work.of(case.chosen, EXPERTS, tokens=kernels.TOKENS)
     kernels.run_down(inputs.to(DEVICE), case.down, work, case.router, parts, chosen)
     assert relative_error(parts.cpu(), expected) < (1e-2 if CUDA else 1e-6)
 
@@ -440,7 +440,7 @@ def test_a_layer_of_fp8_experts(kernels: Any) -> None:
         kernels.experts(
             case.x, case.gate_up, case.down, case.chosen, case.router, kernels.LAUNCHES[1], launch
         )
-    large = Work.of(case.chosen, EXPERTS, tile=replace(DEEP, tokens=32))
+    large = Work.of(case.chosen, EXPERTS, tokens=32)
     with pytest.raises(ValueError, match="pieces of 32 pairs; a program takes 16"):
         kernels.run_gate_up(case.x, case.gate_up, large, case.x, launch)
 

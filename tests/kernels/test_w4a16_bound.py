@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halfbyte.kernels import reference, w4a16
-from halfbyte.kernels.w4a16 import Packed
+from halfbyte.kernels.w4a16 import Packed, Weight
 from halfbyte.quantize import products
 
 CUDA = torch.cuda.is_available()
@@ -38,7 +38,7 @@ def test_a_product(monkeypatch: pytest.MonkeyPatch, massive: bool) -> None:
     one = linear(generator, ROWS, COLUMNS)
     x = activations(generator, COLUMNS, massive=massive)
     monkeypatch.setattr(
-        reference, "linear_int4", lambda x, *stored: w4a16.linear(x, Packed(*stored))
+        reference, "linear_int4", lambda x, *stored: w4a16.linear(x, Weight.of(Packed(*stored)))
     )
     results, _ = one.judged(x)
     assert len(results) == 3
@@ -62,7 +62,9 @@ def test_the_experts_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         x: torch.Tensor, gate_up: Packed, down: Packed, *rest: torch.Tensor
     ) -> torch.Tensor:
         chosen, router = rest
-        return w4a16.experts(x, Packed(*gate_up), Packed(*down), chosen, router)
+        return w4a16.experts(
+            x, Weight.of(Packed(*gate_up)), Weight.of(Packed(*down)), chosen, router
+        )
 
     monkeypatch.setattr(reference, "experts_int4", experts)
     for judged in together.judged():

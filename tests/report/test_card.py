@@ -25,6 +25,7 @@ from halfbyte.evals.statistics import Interval
 from halfbyte.formats.folder import REPORT_FILE
 from halfbyte.report.card import block, code, escape, model_card, write_card
 from halfbyte.report.output import read_output
+from halfbyte.testing.glm52 import glm52_config
 
 from .conftest import ORIGIN, VERDICT, MakeOutput
 
@@ -115,6 +116,31 @@ def test_a_verdict_becomes_a_table(make_output: MakeOutput) -> None:
         "| 9 : 4 | inconclusive |"
     ) in body.splitlines()
     assert "not been judged" not in body
+
+
+def test_pools_of_the_card(make_output: MakeOutput) -> None:
+    """GLM-5.2 as published and as planned; tests/kvcache has the figures from the other side."""
+    folder = make_output(
+        bytes_in=755_617_140_416,
+        whole_in=1_877_050_560,
+        bytes_out=450_904_205_312,
+        whole_out=3_352_160_256,
+    )
+    # The config of these tests says nothing of layers.
+    _, body = parsed(model_card(read_output(folder)))
+    assert "Room for KV cache is not estimated: config.json has no num_hidden_layers." in body
+    (folder / "config.json").write_text(json.dumps(glm52_config()))
+    _, body = parsed(model_card(read_output(folder)))
+    flags = "--tp-size 8 --kv-cache-dtype fp8_e4m3 --disaggregation-mode"
+    assert (
+        f"| prefill | GLM-5.2-FP8 | 89.5 GiB | 513,088 | <code>{flags} prefill</code> |"
+    ) in body.splitlines()
+    assert (
+        f"| decode | GLM-5.2-INT4 | 55.2 GiB | 1,185,472 | <code>{flags} decode</code> |"
+    ) in body.splitlines()
+    assert "an FP8 cache of 54,728 bytes a token" in body
+    assert "each on 8 x H200: prefill is bound by arithmetic and takes the source," in body
+    assert "takes INT4, with room for 2.31 times the tokens." in body
 
 
 TABLE = ("table", "thead", "tbody", "tr", "th", "td")

@@ -12,24 +12,92 @@ __device__ __forceinline__ unsigned shared_address(const void* place) {
     return static_cast<unsigned>(__cvta_generic_to_shared(place));
 }
 
-// Starts to copy from global into shared memory.
-__device__ __forceinline__ void copy_16_bytes(unsigned to, const void* from) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
+// ------------------------------------------------------------- barriers and copies between memories
+
+// A barrier in shared memory. A phase of it ends when as many as `count` have arrived and all bytes
+// that were announced are there; phases are even, odd and so on.
+__device__ __forceinline__ void make_barrier(unsigned barrier, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-template <int BYTES>
-__device__ __forceinline__ void copy_bytes(unsigned to, const void* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES));
+// The thread that made barriers does this before others, and copies, use them.
+__device__ __forceinline__ void show_barriers() {
+#if HOPPER
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
 }
 
-__device__ __forceinline__ void end_of_copies() { asm volatile("cp.async.commit_group;" ::); }
-
-// Waits until no more than `LATER` of the groups of copies are under way, for the whole warp.
-template <int LATER>
-__device__ __forceinline__ void wait_for_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
-    __syncwarp();
+__device__ __forceinline__ void arrive(unsigned barrier) {
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared::cta.b64 state, [%0];\n}" ::"r"(barrier)
+                 : "memory");
 }
+
+// Until phase `phase` (its lowest bit) has ended.
+__device__ __forceinline__ void wait(unsigned barrier, int phase) {
+    unsigned done = 0;
+    while (!done) {
+        asm volatile("{\n.reg .pred p;\n"
+#if HOPPER
+                     "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+#else
+                     "mbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
+#endif
+                     "selp.u32 %0, 1, 0, p;\n}"
+                     : "=r"(done)
+                     : "r"(barrier), "r"(phase & 1)
+                     : "memory");
+    }
+}
+
+// A matrix of up to three dimensions in global memory; halfbyte/kernels/jit.py makes one. Where there is
+// an engine that copies boxes of it, `boxes` says what that needs to know.
+struct alignas(64) Source {
+    unsigned long long boxes[16];
+    const unsigned char* data;
+};
+
+// A warp that copies tells a barrier, so often that `COPY_ARRIVALS` are counted: a thread announces how
+// many bytes boxes have, or all lanes say that they have asked for all copies of 16 bytes.
+constexpr int COPY_ARRIVALS = HOPPER ? 1 : 32;
+
+#if HOPPER
+__device__ __forceinline__ void announce(unsigned barrier, int bytes) {
+    asm volatile("{\n.reg .b64 state;\n"
+                 "mbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n}" ::"r"(barrier),
+                 "r"(bytes)
+                 : "memory");
+}
+
+// The box whose first element has these numbers, the first dimension in a row. What is not in the
+// matrix is zero. In lines of 128 bytes, if the source says so, pieces of 16 bytes change places by
+// the lowest three bits of the line's number in shared memory.
+__device__ __forceinline__ void copy_box(
+    unsigned to, const Source& source, int x, int y, int z, unsigned barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to), "l"(&source), "r"(x), "r"(y), "r"(z),
+                 "r"(barrier)
+                 : "memory");
+}
+#endif
+
+// Zeros when it is not `there`.
+__device__ __forceinline__ void copy_16_bytes(unsigned to, const void* from, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "r"(there ? 16 : 0)
+                 : "memory");
+}
+
+__device__ __forceinline__ void end_of_copies(unsigned barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Of the first `THREADS` threads of a program.
+template <int THREADS>
+__device__ __forceinline__ void synchronize_first() {
+    asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+}
+
+// -------------------------------------------------------------------------------------- arithmetic
 
 // Four matrices of 8 rows of 16 bytes, their rows at the addresses of lanes 0-7, 8-15 and so on:
 // word `lane % 4` of row `lane / 4` of each.
@@ -129,22 +197,23 @@ __device__ __forceinline__ void synchronize(Cluster cluster) {
         asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
         return;
     }
-#undef START_PRODUCT
 #endif
     __syncthreads();
 }
 
-// A number in the shared memory of program `rank` of the cluster, at the place it has here.
-__device__ __forceinline__ float load_shared_of(const float* place, int rank, Cluster cluster) {
+// Numbers in the shared memory of program `rank` of the cluster, at the place they have here.
+__device__ __forceinline__ float4 load_shared_of(const float4* place, int rank, Cluster cluster) {
 #if HOPPER
     if (cluster.size > 1) {
         unsigned here = shared_address(place), there;
-        float value;
+        float4 value;
         asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
-        asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there) : "memory");
+        asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+                     : "r"(there)
+                     : "memory");
         return value;
     }
-#undef START_PRODUCT
 #endif
     return *place;
 }

@@ -1,27 +1,28 @@
-// Products of 16-bit activations with INT4 weights, read as a checkpoint stores them.
+// Products of 16-bit activations with INT4 weights, in blocks of 16 rows and 128 columns.
 //
-// A weight [N, K] is int32 [N, K/8], eight codes to a word, the first column in the lowest nibble,
-// code + 8 stored; its scales are bfloat16 [N, groups]. Nothing is repacked. A warp has some rows of
-// 128 or 256 columns at a time copied into a ring of its own in shared memory, some of them ahead; warps
-// that share rows take neighbouring blocks, so that a program reads rows in long pieces. `ldmatrix`
-// then gives each lane one word of a group of 32 columns: a 16 x 16 operand of the tensor cores, for
-// a sum over columns may be taken in any order. Weights are the left operand, eight tokens at a time
-// the right one. Activations of few tokens pass through the same ring, those of many are made ready
-// once for all warps of a program.
+// A weight lies as halfbyte/kernels/fragments.py puts it: blocks of the same rows one after the other,
+// in each the operands of tensor cores, lane by lane, and then the scales of its rows. Weights are
+// the left operand, eight tokens at a time the right one.
 //
-// The sums of a group start from -8 times the sum of its activations, which a product with a
-// constant matrix gives, so that no weight is ever corrected; then they are multiplied by the scale
-// in float32. The weight itself is never rounded.
+// Two warps of a program copy, one the weight, one the activations; the others multiply. What they
+// copy, blocks of all rows of the program and some of their columns and the activations of these,
+// passes through a ring of stages in shared memory; two barriers of a stage say that it is full and
+// that it is empty again. On Hopper one instruction copies all codes and scales of a stage, and one
+// the activations of all tokens, or of one where they are gathered. Warps share the
+// columns of a stage, its rows, or both. In the end warps that share rows, and the programs of a
+// cluster, which share them too, add up their parts in a fixed order through shared memory: no atomics,
+// no workspace, the same bits every time.
 //
-// Warps that share rows, and the programs of a cluster, which share them too, add up their parts in
-// a fixed order through shared memory: no atomics, no workspace, the same bits every time.
+// For few tokens the weight is never rounded. The sums of a group start from -8 times the sum of its
+// activations, which a product with a constant matrix gives, so that no code is ever corrected; then
+// they are multiplied by the scale in float32. For many tokens it costs less to correct and to scale
+// the weights, which are then rounded to the type of the activations.
 //
 // Compiled at run time by halfbyte/kernels/jit.py; the plain torch twin is in reference.py.
 
 #include "instructions.cuh"
 
-constexpr int BLOCK = 128;  // columns, of four groups of 32
-constexpr int PADDING = 4;  // floats between rows of partial sums, so that lanes spread over banks
+constexpr int BLOCK_ROWS = 16, BLOCK_COLUMNS = 128;
 
 // ------------------------------------------------------------------------------------- the weight
 
@@ -48,7 +49,7 @@ __device__ __forceinline__ unsigned both_halves(float scale) {
     return __byte_perm(rounded<E>(scale), 0, 0x1010);
 }
 
-// Weights J and J + 4 of a word. A nibble in the mantissa of 128, or 1024, is that number and the
+// The nibbles J and J + 4 of a word. A nibble in the mantissa of 128, or 1024, is that number and the
 // code and 8; taking 136 or 1032 away is exact, and the product is rounded once.
 template <Element E, int J>
 __device__ __forceinline__ unsigned two_weights(unsigned word, unsigned scale) {
@@ -58,209 +59,212 @@ __device__ __forceinline__ unsigned two_weights(unsigned word, unsigned scale) {
     return fma2<E>(fma2<E>(mask_or(word >> (4 * J), NIBBLES, EXPONENT), ONE, OFFSET), scale, ZERO);
 }
 
-// Where activations are while they are multiplied.
-enum class Activations {
-    of_a_warp,  // in the ring of each warp
-    shared,     // made ready for all warps
-    wide,       // for tensor cores of four warps, which read them from shared memory; Hopper only
-};
-
 // How the warps of a program share its rows and columns.
-template <int ROW_GROUPS_, int TOKENS_, int WARPS_BY_ROWS_, int WARPS_BY_COLUMNS_, int BLOCKS_,
-          int DEPTH_, Activations ACTIVATIONS_, int SCALES_>
+template <int ROW_GROUPS_, int TOKENS_, int WARPS_BY_ROWS_, int WARPS_BY_COLUMNS_, bool WIDE_,
+          int SCALES_, bool GATHERED_>
 struct Tile {
     static constexpr int ROW_GROUPS = ROW_GROUPS_;  // of 16 rows, of a warp
-    static constexpr int TOKENS = TOKENS_;
-    static constexpr int TOKEN_BLOCKS = (TOKENS + 7) / 8;
+    static constexpr int TOKENS = TOKENS_;          // eight, or a multiple
+    static constexpr int TOKEN_BLOCKS = TOKENS / 8;
     static constexpr int WARPS_BY_ROWS = WARPS_BY_ROWS_;
     static constexpr int WARPS_BY_COLUMNS = WARPS_BY_COLUMNS_;
-    static constexpr int BLOCKS = BLOCKS_;  // that are copied together, one or two
-    static constexpr int DEPTH = DEPTH_;    // stages in the ring of a warp
+    static constexpr bool WIDE = WIDE_;  // with the tensor cores of four warps at once; Hopper only
     static constexpr int SCALES = SCALES_;  // of a row in a block: 4, 2 or 1
-    static constexpr int WARP_ROWS = 16 * ROW_GROUPS;
-    static constexpr int ROWS = WARP_ROWS * WARPS_BY_ROWS;
-    static constexpr int WARPS = WARPS_BY_ROWS * WARPS_BY_COLUMNS;
-    static constexpr int THREADS = 32 * WARPS;
-    static constexpr Activations ACTIVATIONS = ACTIVATIONS_;
-    static constexpr bool SHARED = ACTIVATIONS != Activations::of_a_warp;
-    static constexpr bool WIDE = ACTIVATIONS == Activations::wide;
-    // With many tokens it costs less to correct and scale the weights, as they are rounded then.
+    static constexpr bool GATHERED = GATHERED_;  // tokens are not consecutive rows of activations
+    static constexpr int WARPS = WARPS_BY_ROWS * WARPS_BY_COLUMNS;  // that multiply
+    static constexpr int THREADS = 32 * (WARPS + 2);
+    static constexpr int STRIPS = ROW_GROUPS * WARPS_BY_ROWS;  // of 16 rows, of a program
     static constexpr bool ROUNDED = TOKENS > 16 || WIDE;
-    // In a stage of a ring: codes, scales (one alone is loaded when it is needed), activations.
-    static constexpr int ROW_BYTES = 64 * BLOCKS;
-    static constexpr int SCALE_BYTES = SCALES > 1 ? 2 * SCALES * BLOCKS : 0;
-    static constexpr int SCALES_AT = WARP_ROWS * ROW_BYTES;
-    static constexpr int TOKENS_AT = SCALES_AT + WARP_ROWS * SCALE_BYTES;
-    static constexpr int STAGE = TOKENS_AT + (SHARED ? 0 : TOKENS * 2 * BLOCK * BLOCKS);
-    // Behind the rings: shared activations, in pieces of 8 tokens and 32 columns; of a stage of each
-    // warp:
-    static constexpr int PIECES = 4 * BLOCKS * TOKEN_BLOCKS * WARPS_BY_COLUMNS;
-    static constexpr int PIECE_BYTES = 512 + (ROUNDED ? 0 : 64);
-    static constexpr int PIECES_AT = (WARPS * DEPTH * STAGE + 1023) / 1024 * 1024;
-    static constexpr int WIDE_BYTES = 2 * BLOCK * BLOCKS * TOKENS;  // of activations of a stage
-    static_assert(!WIDE || (WARPS_BY_COLUMNS == 1 && WARPS % 4 == 0 && TOKENS % 16 == 0));
+    static constexpr int BLOCK_BYTES = 64 * BLOCK_ROWS + 2 * BLOCK_ROWS * SCALES;
+    static constexpr int STRIP_BYTES = BLOCK_BYTES * WARPS_BY_COLUMNS;  // in a stage
+    static_assert(HOPPER || !WIDE, "these tensor cores are of compute capability 9.0");
+    static_assert(!WIDE || (!GATHERED && WARPS_BY_ROWS % 4 == 0 && TOKENS % 16 == 0));
+    static_assert(!GATHERED || TOKENS <= 32, "a lane has one token");
+    static constexpr int SUMS = STRIPS * TOKEN_BLOCKS;  // of 16 rows and 8 tokens, a float4 a lane
 };
 
-// Columns and scales of a weight; columns are a multiple of BLOCK, and of what is copied together.
-struct Shape {
-    int columns, groups, group_shift;  // a group is 1 << group_shift columns
-    int chunk;  // stages of a warp that activations are made ready for at a time
+// Where things are in shared memory; the barriers of all stages come first.
+struct Memory {
+    int depth;     // stages of the ring
+    int capacity;  // tokens that a stage has room for
+    int sums_at;   // where the warps leave their sums
 };
+constexpr int RING_AT = 1024;
 
-// The rows of a warp, and the ring that their codes and scales pass through. `row_of` gives the row
-// of the weight for a row of the program.
-template <typename T, typename RowOf>
-struct Ring {
-    static constexpr int HALVES = 2 * T::ROW_GROUPS;  // of 8 rows
-    static constexpr int LANES = 4 * T::BLOCKS;       // that copy a row
-    const uint4* packed;
-    const unsigned short* scales;
-    Shape shape;
-    RowOf row_of;
-    unsigned char* stages;
-    unsigned address, own, matrices;
-    int first;
-
-    __device__ __forceinline__ Ring(
-        unsigned char* memory, const uint4* packed, const unsigned short* scales, Shape shape,
-        RowOf row_of)
-        : packed(packed), scales(scales), shape(shape), row_of(row_of) {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        first = warp / T::WARPS_BY_COLUMNS * T::WARP_ROWS;
-        stages = memory + warp * T::DEPTH * T::STAGE;
-        address = shared_address(stages);
-        own = address + lane / LANES * T::ROW_BYTES + 16 * (lane % LANES ^ place_of(lane / LANES));
-        matrices = address + T::ROW_BYTES * lane;
-    }
-
-    // Pieces of 16 bytes change places within a row, so that those that `load_matrices` reads
-    // together, one of each of eight rows, lie in all banks.
-    static __device__ __forceinline__ int place_of(int row) {
-        return T::BLOCKS == 2 ? row % 8 : row / 2 % 4;
-    }
-
-    // Starts to copy the blocks of a stage.
-    __device__ __forceinline__ void fetch(int unit, int stage) {
-        const int lane = threadIdx.x % 32, start = stage * T::STAGE;
-#pragma unroll
-        for (int i = 0; i < T::WARP_ROWS * LANES / 32; i++) {
-            const size_t row = row_of(first + 32 / LANES * i + lane / LANES);
-            // Rows of two blocks take turns in four of eight places.
-            const unsigned to = T::BLOCKS == 2 ? own ^ 64 * (i % 2) : own;
-            copy_16_bytes(to + start + 512 * i,
-                          packed + row * (shape.columns / 32) + LANES * unit + lane % LANES);
-        }
-        if constexpr (T::SCALES > 1) {
-#pragma unroll
-            for (int i = 0; i < T::WARP_ROWS / 32; i++) {
-                const size_t row = row_of(first + 32 * i + lane);
-                copy_bytes<T::SCALE_BYTES>(
-                    address + start + T::SCALES_AT + (32 * i + lane) * T::SCALE_BYTES,
-                    scales + row * shape.groups + T::SCALES * T::BLOCKS * unit);
-            }
-        }
-    }
-
-    // The scales of columns 32 w and on.
-    __device__ __forceinline__ void load_scales(
-        float (&factors)[HALVES], int unit, int stage, int w) {
-        const int row = threadIdx.x % 32 / 4;
-#pragma unroll
-        for (int i = 0; i < HALVES; i++) {
-            const unsigned short* place;
-            if constexpr (T::SCALES == 1) {
-                const int group = (T::BLOCKS * unit + w / 4) * BLOCK >> shape.group_shift;
-                place = scales + size_t(row_of(first + 8 * i + row)) * shape.groups + group;
-            } else {
-                place = reinterpret_cast<const unsigned short*>(
-                            stages + stage * T::STAGE + T::SCALES_AT
-                            + (8 * i + row) * T::SCALE_BYTES)
-                    + w * T::SCALES / 4;
-            }
-            factors[i] = __uint_as_float(static_cast<unsigned>(*place) << 16);
-        }
-    }
-
-    // All scales of a block, in halves of a register; one alone in the lower one.
-    __device__ __forceinline__ void load_block_scales(
-        unsigned (&factors)[HALVES][2], int unit, int stage, int block) {
-        const int row = threadIdx.x % 32 / 4;
-#pragma unroll
-        for (int i = 0; i < HALVES; i++) {
-            const unsigned char* place = stages + stage * T::STAGE + T::SCALES_AT
-                + (8 * i + row) * T::SCALE_BYTES + 2 * T::SCALES * block;
-            if constexpr (T::SCALES == 4) {
-                const uint2 four = *reinterpret_cast<const uint2*>(place);
-                factors[i][0] = four.x, factors[i][1] = four.y;
-            } else if constexpr (T::SCALES == 2) {
-                factors[i][0] = *reinterpret_cast<const unsigned*>(place);
-            } else {
-                const int group = (T::BLOCKS * unit + block) * BLOCK >> shape.group_shift;
-                factors[i][0] = scales[size_t(row_of(first + 8 * i + row)) * shape.groups + group];
-            }
-        }
-    }
-
-    // Words of columns 32 w and on of two groups of 16 rows: of the upper and lower rows of each.
-    __device__ __forceinline__ void load_words(
-        unsigned (&words)[4], int stage, int w, int group) {
-        const unsigned piece = stage * T::STAGE + 16 * (w ^ place_of(threadIdx.x % 32));
-        load_matrices(words, matrices + piece + 16 * T::ROW_BYTES * group);
-    }
-
-    // The codes in them, for each group the operands of two products.
-    __device__ __forceinline__ void load_codes(
-        unsigned (&codes)[2][2][4], int stage, int w, int group) {
-        unsigned words[4];
-        load_words(words, stage, w, group);
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-            const unsigned upper = words[2 * j], lower = words[2 * j + 1];
-            codes[j][0][0] = upper & NIBBLES, codes[j][0][1] = lower & NIBBLES;
-            codes[j][0][2] = upper & NEXT_NIBBLES, codes[j][0][3] = lower & NEXT_NIBBLES;
-            codes[j][1][0] = upper >> 8 & NIBBLES, codes[j][1][1] = lower >> 8 & NIBBLES;
-            codes[j][1][2] = upper >> 8 & NEXT_NIBBLES, codes[j][1][3] = lower >> 8 & NEXT_NIBBLES;
-        }
-    }
-
-    // The same of the weights themselves, rounded to the type of the activations.
-    template <Element E>
-    __device__ __forceinline__ void load_weights(
-        unsigned (&weights)[2][2][4], const float* factors, int stage, int w, int group) {
-        unsigned words[4];
-        load_words(words, stage, w, group);
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const unsigned word = words[2 * j + half];
-                const unsigned scale = both_halves<E>(factors[2 * j + half]);
-                weights[j][0][half] = two_weights<E, 0>(word, scale);
-                weights[j][0][2 + half] = two_weights<E, 1>(word, scale);
-                weights[j][1][half] = two_weights<E, 2>(word, scale);
-                weights[j][1][2 + half] = two_weights<E, 3>(word, scale);
-            }
-        }
-    }
-};
-
-// The scale of columns 32 w and on of a block.
+// The activations of a stage are lines of 128 bytes, of 64 columns of a token. Pieces of 16 bytes
+// change places within a line by its number, so that those of eight tokens fill all banks: their lines
+// follow each other, or are an odd number of lines apart.
 template <typename T>
-__device__ __forceinline__ float scale_of(const unsigned (&factors)[2], int w) {
-    const int s = w * T::SCALES / 4;
-    return __uint_as_float(s % 2 ? factors[s / 2] & 0xFFFF0000u : factors[s / 2] << 16);
+struct Lines {
+    static constexpr int OF_STAGE = 2 * T::WARPS_BY_COLUMNS;  // of a token
+    static constexpr int OF_TOKEN = T::GATHERED ? OF_STAGE + 1 : 1;
+    int of_columns;
+
+    __device__ __forceinline__ explicit Lines(int capacity)
+        : of_columns(T::GATHERED ? 1 : capacity) {}
+    __device__ __forceinline__ int all(int capacity) const {
+        return capacity * (T::GATHERED ? OF_TOKEN : OF_STAGE);
+    }
+    // Where eight columns of a token are, by their number in the stage.
+    __device__ __forceinline__ int place(int token, int eight) const {
+        const int line = token * OF_TOKEN + eight / 8 * of_columns;
+        return 128 * line + 16 * (eight % 8 ^ line % 8);
+    }
+};
+
+// What one program multiplies at a time: some strips of 16 rows with some tokens. Strips follow each
+// other, or half of them do, and the other half.
+struct Piece {
+    int tokens;
+    int strips[2];
+    const int* order;  // where tokens are gathered: rows of activations, times `per_row`
+    int per_row;
+};
+
+// The columns of a program, in blocks: the programs of a cluster have so many one after the other.
+struct Columns {
+    int first, end, all;  // blocks; all columns
+
+    __device__ __forceinline__ Columns(int columns, Cluster part) : all(columns) {
+        const int blocks = (columns + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS;
+        const int own = (blocks + part.size - 1) / part.size;
+        first = min(part.rank * own, blocks), end = min(first + own, blocks);
+    }
+};
+
+__device__ __forceinline__ unsigned full_barrier(unsigned memory, int stage) {
+    return memory + 16 * stage;
+}
+__device__ __forceinline__ unsigned empty_barrier(unsigned memory, int stage) {
+    return memory + 16 * stage + 8;
 }
 
-// Eight activations of a lane in the order of codes in a word: j and j + 4, j = 0 .. 3.
-__device__ __forceinline__ void order(uint4 eight, unsigned (&pairs)[4]) {
-    pairs[0] = __byte_perm(eight.x, eight.z, 0x5410), pairs[1] = __byte_perm(eight.x, eight.z, 0x7632);
-    pairs[2] = __byte_perm(eight.y, eight.w, 0x5410), pairs[3] = __byte_perm(eight.y, eight.w, 0x7632);
+// A place in the ring, and how often it went round.
+struct Place {
+    int stage = 0, round = 0;
+    __device__ __forceinline__ void next(int depth) {
+        if (++stage == depth) stage = 0, round++;
+    }
+};
+
+// --------------------------------------------------------------------------------- the warps that copy
+
+// Activations are first in a stage, then come codes and scales.
+template <typename T>
+__device__ __forceinline__ int codes_at(Memory layout) {
+    return 128 * Lines<T>(layout.capacity).all(layout.capacity);
 }
 
-// What products with codes take of them, and -8 times the sum over the lanes of a token.
+template <typename T>
+__device__ __forceinline__ int stage_bytes(Memory layout) {
+    return (codes_at<T>(layout) + T::STRIPS * T::STRIP_BYTES + 1023) / 1024 * 1024;
+}
+
+// Copies the codes and scales of all strips of a piece, of which there are `all`.
+template <typename T, int HALVES>
+__device__ __forceinline__ void copy_codes(
+    const Source& weight, const Piece& piece, int all, unsigned memory, Memory layout,
+    Columns columns, Place& place) {
+    constexpr int TOGETHER = T::STRIPS / HALVES;
+    static_assert(HALVES == 1 || TOGETHER * T::STRIP_BYTES % 128 == 0, "boxes begin at 128 bytes");
+    const int lane = threadIdx.x % 32;
+    for (int block = columns.first; block < columns.end; block += T::WARPS_BY_COLUMNS) {
+        const unsigned barrier = full_barrier(memory, place.stage);
+        const unsigned to =
+            memory + RING_AT + place.stage * stage_bytes<T>(layout) + codes_at<T>(layout);
+        if (place.round) wait(empty_barrier(memory, place.stage), place.round - 1);
+#if HOPPER
+        if (lane == 0) {
+            announce(barrier, T::STRIPS * T::STRIP_BYTES);
+#pragma unroll
+            for (int half = 0; half < HALVES; half++) {
+                copy_box(to + half * TOGETHER * T::STRIP_BYTES, weight, 0, block,
+                         piece.strips[half], barrier);
+            }
+        }
+#else
+        constexpr int WIDTH = T::STRIP_BYTES / 16;
+        const int blocks = (columns.all + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS;
+        for (int i = lane; i < T::STRIPS * WIDTH; i += 32) {
+            const int s = i / WIDTH, at = block * T::BLOCK_BYTES + 16 * (i % WIDTH);
+            const int strip = min(piece.strips[s / TOGETHER] + s % TOGETHER, all - 1);
+            copy_16_bytes(to + 16 * i, weight.data + size_t(strip) * blocks * T::BLOCK_BYTES + at,
+                          at < blocks * T::BLOCK_BYTES);
+        }
+        end_of_copies(barrier);
+#endif
+        __syncwarp();
+        place.next(layout.depth);
+    }
+}
+
+// Copies the activations of all tokens of a piece.
+template <typename T>
+__device__ __forceinline__ void copy_tokens(
+    const Source& x, const Piece& piece, unsigned memory, Memory layout, Columns columns,
+    Place& place) {
+    const Lines<T> lines(layout.capacity);
+    const int lane = threadIdx.x % 32;
+    int row = lane;
+    if (T::GATHERED && lane < piece.tokens) row = piece.order[lane] / piece.per_row;
+    for (int block = columns.first; block < columns.end; block += T::WARPS_BY_COLUMNS) {
+        const unsigned barrier = full_barrier(memory, place.stage);
+        const unsigned to = memory + RING_AT + place.stage * stage_bytes<T>(layout);
+        if (place.round) wait(empty_barrier(memory, place.stage), place.round - 1);
+#if HOPPER
+        const int copied = T::GATHERED ? piece.tokens : layout.capacity;
+        if (lane == 0) announce(barrier, copied * 128 * lines.OF_STAGE);
+        __syncwarp();
+        if (lane < (T::GATHERED ? piece.tokens : 1)) {
+            copy_box(to + 128 * lane * lines.OF_TOKEN, x, 0, T::GATHERED ? row : 0, 2 * block,
+                     barrier);
+        }
+#else
+        constexpr int WIDTH = BLOCK_COLUMNS / 8 * T::WARPS_BY_COLUMNS;  // in 16 bytes
+        for (int token = 0; token < piece.tokens; token++) {
+            const int from = T::GATHERED ? __shfl_sync(0xFFFFFFFFu, row, token) : token;
+            const unsigned char* data = x.data + 2 * (size_t(from) * columns.all);
+            for (int i = lane; i < WIDTH; i += 32) {
+                const int column = BLOCK_COLUMNS * block + 8 * i;
+                copy_16_bytes(to + lines.place(token, i), data + 2 * column, column < columns.all);
+            }
+        }
+        end_of_copies(barrier);
+#endif
+        __syncwarp();
+        place.next(layout.depth);
+    }
+}
+
+// ------------------------------------------------------------------------------ the warps that multiply
+
+// The scales of a lane's two rows in a block: pairs of bfloat16, of the upper and of the lower row.
+template <int SCALES>
+struct Scales {
+    unsigned words[SCALES == 4 ? 4 : SCALES];
+
+    __device__ __forceinline__ void load(const unsigned char* place) {
+        if constexpr (SCALES == 4) {
+            const uint4 all = *reinterpret_cast<const uint4*>(place);
+            words[0] = all.x, words[1] = all.y, words[2] = all.z, words[3] = all.w;
+        } else if constexpr (SCALES == 2) {
+            const uint2 all = *reinterpret_cast<const uint2*>(place);
+            words[0] = all.x, words[1] = all.y;
+        } else {
+            words[0] = *reinterpret_cast<const unsigned*>(place);
+        }
+    }
+    // That of columns 32 w and on, of the upper or lower row, in float32.
+    __device__ __forceinline__ float of(int w, int lower) const {
+        const int number = lower * SCALES + w * SCALES / 4;
+        const unsigned word = words[number / 2];
+        return __uint_as_float(number % 2 ? word & 0xFFFF0000u : word << 16);
+    }
+};
+
+// What products with codes take of activations, and -8 times the sum of those of a token.
 template <Element E>
-__device__ __forceinline__ void prepare(uint4 eight, unsigned (&pairs)[4], float (&starts)[4]) {
-    order(eight, pairs);
+__device__ __forceinline__ void prepare(unsigned (&pairs)[4], float (&starts)[4]) {
 #pragma unroll
     for (int j = 0; j < 4; j++) pairs[j] = times<E>(pairs[j], j % 2 ? SMALLER<E> : LARGER<E>);
     const unsigned offsets[4] = {MINUS_8, MINUS_8, MINUS_128, MINUS_128};
@@ -268,7 +272,22 @@ __device__ __forceinline__ void prepare(uint4 eight, unsigned (&pairs)[4], float
     multiply_add<E>(starts, offsets, pairs[2], pairs[3], starts);
 }
 
-// sums += scales (codes times activations), of 16 rows, 32 columns and 8 tokens.
+// The codes of a word, as an operand.
+__device__ __forceinline__ void take_codes(unsigned (&codes)[4], unsigned word) {
+    const unsigned next = word >> 8;
+    codes[0] = word & NIBBLES, codes[2] = word & NEXT_NIBBLES;
+    codes[1] = next & NIBBLES, codes[3] = next & NEXT_NIBBLES;
+}
+
+// Its weights, rounded; `upper` and `lower` are the scales of its rows in both halves.
+template <Element E>
+__device__ __forceinline__ void take_weights(
+    unsigned (&weights)[4], unsigned word, unsigned upper, unsigned lower) {
+    weights[0] = two_weights<E, 0>(word, upper), weights[2] = two_weights<E, 1>(word, upper);
+    weights[1] = two_weights<E, 2>(word, lower), weights[3] = two_weights<E, 3>(word, lower);
+}
+
+// sums += the product of 32 columns of a strip, in two words of each lane, with 8 tokens.
 template <Element E>
 __device__ __forceinline__ void add_group(
     float (&sums)[4], const unsigned (&codes)[2][4], const unsigned (&pairs)[4],
@@ -282,379 +301,256 @@ __device__ __forceinline__ void add_group(
     sums[3] = fmaf(group[3], lower, sums[3]);
 }
 
-// Sums over this warp's columns of weights times tokens, for its rows. `token_of` gives the
-// activations of a token, or nullptr. For few tokens.
-template <typename T, Element E, typename RowOf, typename TokenOf>
-__device__ __forceinline__ void sum_columns_alone(
-    float (&sums)[T::ROW_GROUPS][T::TOKEN_BLOCKS][4], Ring<T, RowOf> ring, Cluster part,
-    TokenOf token_of) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int units = ring.shape.columns / (BLOCK * T::BLOCKS);
-    const int step = part.size * T::WARPS_BY_COLUMNS;
-    const int first = part.rank * T::WARPS_BY_COLUMNS + warp % T::WARPS_BY_COLUMNS;
-#pragma unroll
-    for (int i = 0; i < T::DEPTH - 1; i++) {
-        if (first + i * step < units) ring.fetch(first + i * step, i);
-    }
-    wait_for_earlier_kernels();
-    // A lane copies, and reads, the activations of the columns that it gets codes of.
-    const uint4* token[T::TOKEN_BLOCKS];
-#pragma unroll
-    for (int b = 0; b < T::TOKEN_BLOCKS; b++) {
-        token[b] = 8 * b + lane / 4 < T::TOKENS ? token_of(8 * b + lane / 4) : nullptr;
-    }
-    const int own = T::TOKENS_AT + 16 * lane;
-    auto fetch_tokens = [&](int unit, int stage) {
-#pragma unroll
-        for (int b = 0; b < T::TOKEN_BLOCKS; b++) {
-            if (!token[b]) continue;
-#pragma unroll
-            for (int w = 0; w < 4 * T::BLOCKS; w++) {
-                copy_bytes<16>(
-                    ring.address + stage * T::STAGE + own + 64 * (w * T::TOKENS + 8 * b),
-                    token[b] + 16 * T::BLOCKS * unit + 4 * w + lane % 4);
-            }
-        }
-    };
-#pragma unroll
-    for (int i = 0; i < T::DEPTH - 1; i++) {
-        if (first + i * step < units) fetch_tokens(first + i * step, i);
-        end_of_copies();
-    }
-
-    int stage = 0, free = T::DEPTH - 1;
-    for (int unit = first; unit < units; unit += step) {
-        const int ahead = unit + (T::DEPTH - 1) * step;
-        if (ahead < units) {
-            ring.fetch(ahead, free);
-            fetch_tokens(ahead, free);
-        }
-        end_of_copies();
-        wait_for_copies<T::DEPTH - 1>();
-#pragma unroll 1
-        for (int block = 0; block < T::BLOCKS; block++) {
-            unsigned factors[2 * T::ROW_GROUPS][2];
-            ring.load_block_scales(factors, unit, stage, block);
-#pragma unroll
-            for (int w = 0; w < 4; w++) {
-                const int group = 4 * block + w;
-                unsigned pairs[T::TOKEN_BLOCKS][4];
-                float starts[T::TOKEN_BLOCKS][4];
-#pragma unroll
-                for (int b = 0; b < T::TOKEN_BLOCKS; b++) {
-                    uint4 eight = make_uint4(0, 0, 0, 0);
-                    if (token[b]) {
-                        eight = *reinterpret_cast<const uint4*>(
-                            ring.stages + stage * T::STAGE + own
-                            + 64 * (group * T::TOKENS + 8 * b));
-                    }
-                    prepare<E>(eight, pairs[b], starts[b]);
-                }
-#pragma unroll
-                for (int i = 0; i < T::ROW_GROUPS; i += 2) {
-                    unsigned codes[2][2][4];
-                    ring.load_codes(codes, stage, group, i);
-#pragma unroll
-                    for (int j = 0; j < 2; j++) {
-                        const int upper = 2 * (i + j);
-#pragma unroll
-                        for (int b = 0; b < T::TOKEN_BLOCKS; b++) {
-                            add_group<E>(sums[i + j][b], codes[j], pairs[b], starts[b],
-                                         scale_of<T>(factors[upper], w),
-                                         scale_of<T>(factors[upper + 1], w));
-                        }
-                    }
-                }
-            }
-        }
-        __syncwarp();
-        free = stage;
-        stage = stage + 1 == T::DEPTH ? 0 : stage + 1;
-    }
-}
-
-// sums += the weights of a stage of the ring times activations that are ready.
-template <typename T, Element E, typename RowOf>
-__device__ __forceinline__ void multiply_stage(
-    float (&sums)[T::ROW_GROUPS][T::TOKEN_BLOCKS][4], Ring<T, RowOf>& ring,
-    const unsigned char* pieces, int unit, int stage) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll 1  // unrolled it would need more registers than there are
-    for (int w = 0; w < 4 * T::BLOCKS; w++) {
-        float factors[2 * T::ROW_GROUPS];
-        ring.load_scales(factors, unit, stage, w);
-        unsigned codes[T::ROW_GROUPS / 2][2][2][4];  // or weights
-#pragma unroll
-        for (int i = 0; i < T::ROW_GROUPS / 2; i++) {
-            if constexpr (T::ROUNDED) {
-                ring.template load_weights<E>(codes[i], factors + 4 * i, stage, w, 2 * i);
-            } else {
-                ring.load_codes(codes[i], stage, w, 2 * i);
-            }
-        }
-#pragma unroll
-        for (int b = 0; b < T::TOKEN_BLOCKS; b++) {
-            const unsigned char* piece = pieces + (w * T::TOKEN_BLOCKS + b) * T::PIECE_BYTES;
-            const uint4 four = *reinterpret_cast<const uint4*>(piece + 16 * lane);
-            const unsigned pairs[4] = {four.x, four.y, four.z, four.w};
-            if constexpr (T::ROUNDED) {
-#pragma unroll
-                for (int i = 0; i < T::ROW_GROUPS; i++) {
-                    float (&sum)[4] = sums[i][b];
-                    multiply_add<E>(sum, codes[i / 2][i % 2][0], pairs[0], pairs[1], sum);
-                    multiply_add<E>(sum, codes[i / 2][i % 2][1], pairs[2], pairs[3], sum);
-                }
-            } else {
-                const float4 start =
-                    *reinterpret_cast<const float4*>(piece + 512 + 16 * (lane % 4));
-                const float starts[4] = {start.x, start.y, start.z, start.w};
-#pragma unroll
-                for (int i = 0; i < T::ROW_GROUPS; i++) {
-                    add_group<E>(sums[i][b], codes[i / 2][i % 2], pairs, starts, factors[2 * i],
-                                 factors[2 * i + 1]);
-                }
-            }
-        }
-    }
-}
-
-// The same for any tokens. What products take of the activations is made ready for all warps of the
-// program together, for `chunk` stages of each warp at a time.
-template <typename T, Element E, typename RowOf, typename TokenOf>
-__device__ __forceinline__ void sum_columns_shared(
-    float (&sums)[T::ROW_GROUPS][T::TOKEN_BLOCKS][4], Ring<T, RowOf> ring, unsigned char* memory,
-    Cluster part, TokenOf token_of) {
-    constexpr int AT_ONCE = 4;  // pieces that a warp waits for together
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = warp % T::WARPS_BY_COLUMNS;
-    const int units = ring.shape.columns / (BLOCK * T::BLOCKS), chunk = ring.shape.chunk;
-    const int step = part.size * T::WARPS_BY_COLUMNS;
-    const int first = part.rank * T::WARPS_BY_COLUMNS;
-    unsigned char* const pieces = memory + T::PIECES_AT;
-#pragma unroll
-    for (int i = 0; i < T::DEPTH - 1; i++) {
-        if (first + column + i * step < units) ring.fetch(first + column + i * step, i);
-        end_of_copies();
-    }
-    wait_for_earlier_kernels();
-    // Piece p has tokens 8 (p % TOKEN_BLOCKS) and on, and the columns of p / TOKEN_BLOCKS: 32 of a
-    // stage of one of the warps that share rows, after p / PIECES stages.
-    auto make_ready = [&](int start) {
-        const int count = chunk * T::PIECES;
-        for (int some = warp; some < count; some += AT_ONCE * T::WARPS) {
-            uint4 eights[AT_ONCE];
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) {
-                const int p = some + i * T::WARPS, group = p / T::TOKEN_BLOCKS;
-                const int w = group % (4 * T::BLOCKS);
-                const int unit = start + p / T::PIECES * step
-                    + group / (4 * T::BLOCKS) % T::WARPS_BY_COLUMNS;
-                const uint4* token = token_of(p % T::TOKEN_BLOCKS * 8 + lane / 4);
-                eights[i] = token && unit < units ? token[16 * T::BLOCKS * unit + 4 * w + lane % 4]
-                                                  : make_uint4(0, 0, 0, 0);
-            }
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; i++) {
-                const int p = some + i * T::WARPS;
-                if (p >= count) break;
-                unsigned pairs[4];
-                unsigned char* place = pieces + p * T::PIECE_BYTES + 16 * lane;
-                if constexpr (T::ROUNDED) {
-                    order(eights[i], pairs);
-                } else {
-                    float starts[4];
-                    prepare<E>(eights[i], pairs, starts);
-                    if (lane < 4) {
-                        *reinterpret_cast<float4*>(place + 512) =
-                            make_float4(starts[0], starts[1], starts[2], starts[3]);
-                    }
-                }
-                *reinterpret_cast<uint4*>(place) =
-                    make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-            }
-        }
-        __syncthreads();
-    };
-
-    int stage = 0, free = T::DEPTH - 1, place = chunk;
-    for (int base = first; base < units; base += step) {
-        if (place == chunk) {
-            if (base > first) __syncthreads();  // all are done with the chunk before
-            make_ready(base);
-            place = 0;
-        }
-        const int unit = base + column, ahead = unit + (T::DEPTH - 1) * step;
-        if (ahead < units) ring.fetch(ahead, free);
-        end_of_copies();
-        wait_for_copies<T::DEPTH - 1>();
-        if (unit < units) {
-            const int piece = place * T::PIECES + 4 * T::BLOCKS * T::TOKEN_BLOCKS * column;
-            multiply_stage<T, E>(sums, ring, pieces + piece * T::PIECE_BYTES, unit, stage);
-        }
-        __syncwarp();
-        place++;
-        free = stage;
-        stage = stage + 1 == T::DEPTH ? 0 : stage + 1;
-    }
-}
-
-#if HOPPER
-// The same with the tensor cores of four warps at once, which take activations from shared memory.
-// They are loaded a stage ahead and stored when this one is done with.
-template <typename T, Element E, typename RowOf, typename TokenOf>
-__device__ __forceinline__ void sum_columns_wide(
-    float (&sums)[T::ROW_GROUPS][T::TOKEN_BLOCKS][4], Ring<T, RowOf> ring, unsigned char* memory,
-    Cluster part, TokenOf token_of) {
-    constexpr int GROUPS = 4 * T::BLOCKS;                          // of 32 columns in a stage
-    constexpr int PIECES = GROUPS * T::TOKEN_BLOCKS;               // of those and 8 tokens
-    constexpr int OWN = (PIECES + T::WARPS - 1) / T::WARPS;        // of a warp
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int units = ring.shape.columns / (BLOCK * T::BLOCKS);
-    unsigned char* const activations = memory + T::PIECES_AT;
-#pragma unroll
-    for (int i = 0; i < T::DEPTH - 1; i++) {
-        if (part.rank + i * part.size < units) ring.fetch(part.rank + i * part.size, i);
-        end_of_copies();
-    }
-    wait_for_earlier_kernels();
-    // Piece p has tokens 8 (p / GROUPS) and on, and columns 32 (p % GROUPS) and on.
-    uint4 eights[OWN];
-    auto load = [&](int unit) {
-#pragma unroll
-        for (int i = 0; i < OWN; i++) {
-            const int p = warp + i * T::WARPS;
-            const uint4* token = p < PIECES ? token_of(8 * (p / GROUPS) + lane / 4) : nullptr;
-            eights[i] = token ? token[16 * T::BLOCKS * unit + 4 * (p % GROUPS) + lane % 4]
-                              : make_uint4(0, 0, 0, 0);
-        }
-    };
-    // Two groups of columns make 128 bytes of a token; a lane has one of four words of 16 bytes.
-    auto store = [&](int buffer) {
-#pragma unroll
-        for (int i = 0; i < OWN; i++) {
-            const int p = warp + i * T::WARPS, group = p % GROUPS, token = lane / 4;
-            if (p >= PIECES) break;
-            unsigned pairs[4];
-            order(eights[i], pairs);
-            unsigned char* place = activations + buffer * T::WIDE_BYTES
-                + group / 2 * (128 * T::TOKENS) + p / GROUPS * 1024 + 128 * token + 4 * (lane % 4);
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                *reinterpret_cast<unsigned*>(place + 16 * (4 * (group % 2) + j ^ token)) = pairs[j];
-            }
-        }
-        show_to_tensor_cores();
-        __syncthreads();
-    };
-    if (part.rank < units) load(part.rank);
-    store(0);
-
-    int stage = 0, free = T::DEPTH - 1, buffer = 0;
-    for (int unit = part.rank; unit < units; unit += part.size) {
-        const int next = unit + part.size, ahead = unit + (T::DEPTH - 1) * part.size;
-        if (next < units) load(next);
-        if (ahead < units) ring.fetch(ahead, free);
-        end_of_copies();
-        wait_for_copies<T::DEPTH - 1>();
-        const unsigned here = shared_address(activations) + buffer * T::WIDE_BYTES;
-        // While products of one group of columns are under way, weights of the next are made.
-        unsigned weights[2][T::ROW_GROUPS / 2][2][2][4];
-#pragma unroll
-        for (int w = 0; w < GROUPS; w++) {
-            float factors[2 * T::ROW_GROUPS];
-            ring.load_scales(factors, unit, stage, w);
-#pragma unroll
-            for (int i = 0; i < T::ROW_GROUPS / 2; i++) {
-                ring.template load_weights<E>(weights[w % 2][i], factors + 4 * i, stage, w, 2 * i);
-            }
-            begin_products();
-#pragma unroll
-            for (int i = 0; i < T::ROW_GROUPS; i++) {
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    start_product<E, T::TOKEN_BLOCKS>(
-                        sums[i], weights[w % 2][i / 2][i % 2][half],
-                        here + w / 2 * (128 * T::TOKENS) + w % 2 * 64 + 32 * half);
-                }
-            }
-            end_of_products();
-            wait_for_products<1>();
-        }
-        wait_for_products<0>();
-        __syncwarp();
-        buffer ^= 1;
-        if (next < units) store(buffer);
-        free = stage;
-        stage = stage + 1 == T::DEPTH ? 0 : stage + 1;
-    }
-}
-#endif
-
-template <typename T, Element E, typename RowOf, typename TokenOf>
-__device__ __forceinline__ void sum_columns(
-    float (&sums)[T::ROW_GROUPS][T::TOKEN_BLOCKS][4], unsigned char* memory,
-    const uint4* __restrict__ packed, const unsigned short* __restrict__ scales, Shape shape,
-    Cluster part, RowOf row_of, TokenOf token_of) {
-    static_assert(HOPPER || !T::WIDE, "these tensor cores are of compute capability 9.0");
-    const Ring<T, RowOf> ring(memory, packed, scales, shape, row_of);
-    if constexpr (T::WIDE) {
-#if HOPPER
-        sum_columns_wide<T, E>(sums, ring, memory, part, token_of);
-#endif
-    } else if constexpr (T::SHARED) {
-        sum_columns_shared<T, E>(sums, ring, memory, part, token_of);
+// The operands of columns 32 w and on of a strip: codes, or weights.
+template <typename T, Element E>
+__device__ __forceinline__ void take_operands(
+    unsigned (&operands)[2][4], uint4 words, const Scales<T::SCALES>& scales, int w) {
+    const unsigned first = w % 2 ? words.z : words.x, second = w % 2 ? words.w : words.y;
+    if constexpr (T::ROUNDED) {
+        const unsigned upper = both_halves<E>(scales.of(w, 0));
+        const unsigned lower = both_halves<E>(scales.of(w, 1));
+        take_weights<E>(operands[0], first, upper, lower);
+        take_weights<E>(operands[1], second, upper, lower);
     } else {
-        sum_columns_alone<T, E>(sums, ring, part, token_of);
+        take_codes(operands[0], first);
+        take_codes(operands[1], second);
     }
 }
 
-// Leaves the sums of each warp in shared memory, [warps by columns][tokens][rows], and waits for
-// all programs of the cluster.
+// The words of a lane in half of a block.
+__device__ __forceinline__ uint4 words_of(const unsigned char* block, int half) {
+    return *reinterpret_cast<const uint4*>(
+        block + 32 * BLOCK_ROWS * half + 16 * (threadIdx.x % 32));
+}
+
 template <typename T>
-__device__ __forceinline__ void share(
-    float* shared, const float (&sums)[T::ROW_GROUPS][T::TOKEN_BLOCKS][4], Cluster part) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int first = warp / T::WARPS_BY_COLUMNS * T::WARP_ROWS + lane / 4;
-    float* mine = shared + (warp % T::WARPS_BY_COLUMNS) * T::TOKENS * (T::ROWS + PADDING);
-    __syncthreads();  // the rings are done with
+__device__ __forceinline__ void load_scales(
+    Scales<T::SCALES> (&scales)[T::ROW_GROUPS], const unsigned char* block) {
 #pragma unroll
     for (int i = 0; i < T::ROW_GROUPS; i++) {
+        scales[i].load(block + i * T::STRIP_BYTES + 64 * BLOCK_ROWS
+                       + 4 * T::SCALES * (threadIdx.x % 32 / 4));
+    }
+}
+
+// sums += the product of a block of every strip of this warp with all tokens. Its columns are those of
+// the stage from 128 `column` on. `token` is, for each eight tokens, the one that this lane finds for
+// all: where there are fewer, lanes take the last one, and nothing becomes of it.
+template <typename T, Element E>
+__device__ __forceinline__ void multiply_block(
+    float (&sums)[T::ROW_GROUPS][T::TOKEN_BLOCKS][4], const unsigned char* block,
+    unsigned activations, int column, const int (&token)[T::TOKEN_BLOCKS], Lines<T> lines) {
+    const int lane = threadIdx.x % 32;
+    Scales<T::SCALES> scales[T::ROW_GROUPS];
+    load_scales<T>(scales, block);
 #pragma unroll
-        for (int b = 0; b < T::TOKEN_BLOCKS; b++) {
+    for (int half = 0; half < 2; half++) {
+        uint4 words[T::ROW_GROUPS];
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const int token = 8 * b + 2 * (lane % 4) + j % 2;
-                if (token < T::TOKENS) {
-                    mine[token * (T::ROWS + PADDING) + first + 16 * i + 8 * (j / 2)] = sums[i][b][j];
+        for (int i = 0; i < T::ROW_GROUPS; i++) words[i] = words_of(block + i * T::STRIP_BYTES, half);
+#pragma unroll
+        for (int w = 2 * half; w < 2 * half + 2; w++) {
+            unsigned operands[T::ROW_GROUPS][2][4];
+#pragma unroll
+            for (int i = 0; i < T::ROW_GROUPS; i++) {
+                take_operands<T, E>(operands[i], words[i], scales[i], w);
+            }
+#pragma unroll
+            for (int b = 0; b < T::TOKEN_BLOCKS; b++) {
+                unsigned x[4];  // of four times eight columns
+                const int eight = BLOCK_COLUMNS / 8 * column + 4 * w + lane / 8;
+                load_matrices(x, activations + lines.place(token[b], eight));
+                if constexpr (T::ROUNDED) {
+#pragma unroll
+                    for (int i = 0; i < T::ROW_GROUPS; i++) {
+                        float(&sum)[4] = sums[i][b];
+                        multiply_add<E>(sum, operands[i][0], x[0], x[1], sum);
+                        multiply_add<E>(sum, operands[i][1], x[2], x[3], sum);
+                    }
+                } else {
+                    float starts[4];
+                    prepare<E>(x, starts);
+#pragma unroll
+                    for (int i = 0; i < T::ROW_GROUPS; i++) {
+                        add_group<E>(sums[i][b], operands[i], x, starts, scales[i].of(w, 0),
+                                     scales[i].of(w, 1));
+                    }
                 }
             }
         }
     }
-    synchronize(part);
 }
 
-// One sum, over all columns.
+#if HOPPER
+// The same with the tensor cores of four warps, which take activations from shared memory: while
+// products of 32 columns are under way, weights of the next are made.
 template <typename T, Element E>
-__device__ __forceinline__ float total(const float* shared, int token, int row, Cluster part) {
-    float sum = 0.0f;
-    for (int rank = 0; rank < part.size; rank++) {
+__device__ __forceinline__ void multiply_block_wide(
+    float (&sums)[T::ROW_GROUPS][T::TOKEN_BLOCKS][4], const unsigned char* block,
+    unsigned columns) {
+    Scales<T::SCALES> scales[T::ROW_GROUPS];
+    load_scales<T>(scales, block);
+    unsigned operands[2][T::ROW_GROUPS][2][4];
+    show_to_tensor_cores();
 #pragma unroll
-        for (int warp = 0; warp < T::WARPS_BY_COLUMNS; warp++) {
-            const int place = (warp * T::TOKENS + token) * (T::ROWS + PADDING) + row;
-            sum += load_shared_of(shared + place, rank, part);
+    for (int w = 0; w < 4; w++) {
+#pragma unroll
+        for (int i = 0; i < T::ROW_GROUPS; i++) {
+            take_operands<T, E>(operands[w % 2][i], words_of(block + i * T::STRIP_BYTES, w / 2),
+                                scales[i], w);
+        }
+        begin_products();
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+#pragma unroll
+            for (int i = 0; i < T::ROW_GROUPS; i++) {
+                start_product<E, T::TOKEN_BLOCKS>(
+                    sums[i], operands[w % 2][i][half],
+                    columns + w / 2 * (128 * T::TOKENS) + w % 2 * 64 + 32 * half);
+            }
+        }
+        end_of_products();
+        wait_for_products<1>();
+    }
+    wait_for_products<0>();
+}
+#endif
+
+template <typename T>
+struct Multiplier {
+    unsigned char* memory;
+    Memory layout;
+    Columns columns;
+    Place place;
+
+    // Leaves the sums of this warp over its columns in shared memory, for all to add up.
+    template <Element E>
+    __device__ __forceinline__ void run(const Piece& piece) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const int column = warp / T::WARPS_BY_ROWS, row = warp % T::WARPS_BY_ROWS;
+        const unsigned barriers = shared_address(memory);
+        const int codes = codes_at<T>(layout) + row * T::ROW_GROUPS * T::STRIP_BYTES
+            + column * T::BLOCK_BYTES;
+        int token[T::TOKEN_BLOCKS];
+#pragma unroll
+        for (int b = 0; b < T::TOKEN_BLOCKS; b++) {
+            token[b] = min(8 * b + lane % 8, piece.tokens - 1);
+        }
+        float sums[T::ROW_GROUPS][T::TOKEN_BLOCKS][4] = {};
+        for (int block = columns.first + column;; block += T::WARPS_BY_COLUMNS) {
+            if (block - column >= columns.end) break;
+            wait(full_barrier(barriers, place.stage), place.round);
+            if (block < columns.end) {
+                const int stage = RING_AT + place.stage * stage_bytes<T>(layout);
+                const unsigned activations = barriers + stage;
+                if constexpr (T::WIDE) {
+#if HOPPER
+                    multiply_block_wide<T, E>(sums, memory + stage + codes,
+                                              activations + 256 * T::TOKENS * column);
+#endif
+                } else {
+                    multiply_block<T, E>(sums, memory + stage + codes, activations, column, token,
+                                         Lines<T>(layout.capacity));
+                }
+            }
+            __syncwarp();
+            if (lane == 0) arrive(empty_barrier(barriers, place.stage));
+            place.next(layout.depth);
+        }
+        synchronize_first<32 * T::WARPS>();  // the ring, or earlier sums, are done with
+        float4* const own = reinterpret_cast<float4*>(memory + layout.sums_at)
+            + (column * T::SUMS + row * T::ROW_GROUPS * T::TOKEN_BLOCKS) * 32 + lane;
+#pragma unroll
+        for (int i = 0; i < T::ROW_GROUPS; i++) {
+#pragma unroll
+            for (int b = 0; b < T::TOKEN_BLOCKS; b++) {
+                const float(&sum)[4] = sums[i][b];
+                own[(i * T::TOKEN_BLOCKS + b) * 32] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+            }
         }
     }
-    return T::ROUNDED ? sum : sum * UNIT<E>;
+
+    // The sums over all columns of 16 rows and 8 tokens: rows `lane / 4` and 8 more, of tokens
+    // `lane % 4 * 2` and the next.
+    template <Element E>
+    __device__ __forceinline__ void total(float (&sum)[4], int strip, int b, Cluster part) const {
+        const float4* place = reinterpret_cast<const float4*>(memory + layout.sums_at)
+            + (strip * T::TOKEN_BLOCKS + b) * 32 + threadIdx.x % 32;
+#pragma unroll
+        for (int j = 0; j < 4; j++) sum[j] = 0.0f;
+        for (int rank = 0; rank < part.size; rank++) {
+#pragma unroll
+            for (int column = 0; column < T::WARPS_BY_COLUMNS; column++) {
+                const float4 own = load_shared_of(place + column * T::SUMS * 32, rank, part);
+                sum[0] += own.x, sum[1] += own.y, sum[2] += own.z, sum[3] += own.w;
+            }
+        }
+        if constexpr (!T::ROUNDED) {
+#pragma unroll
+            for (int j = 0; j < 4; j++) sum[j] *= UNIT<E>;
+        }
+    }
+};
+
+// Runs all pieces of a program. `piece_of` gives one by its number; `write` is called with the number
+// of a piece and a strip and eight tokens that this warp is to finish: of strips in two halves with
+// those of the first one. In a cluster there is one piece. `strips` are those of the weight.
+template <typename T, Element E, int HALVES, typename PieceOf, typename Write>
+__device__ __forceinline__ void run_pieces(
+    const Source& weight, const Source& x, Memory layout, int strips, int columns, int pieces,
+    PieceOf piece_of, Write write) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    const int warp = threadIdx.x / 32;
+    const Cluster part = this_cluster();
+    const Columns own(columns, part);
+    const unsigned barriers = shared_address(memory);
+    if (threadIdx.x == 0) {
+        for (int stage = 0; stage < layout.depth; stage++) {
+            make_barrier(full_barrier(barriers, stage), 2 * COPY_ARRIVALS);
+            make_barrier(empty_barrier(barriers, stage), T::WARPS);
+        }
+        show_barriers();
+    }
+    __syncthreads();
+    if (warp >= T::WARPS) {
+        // The weight is copied while an earlier kernel may still write activations.
+        if (warp > T::WARPS) wait_for_earlier_kernels();
+        Place place;
+        for (int p = blockIdx.x; p < pieces; p += gridDim.x) {
+            if (warp == T::WARPS) {
+                copy_codes<T, HALVES>(weight, piece_of(p), strips, barriers, layout, own, place);
+            } else {
+                copy_tokens<T>(x, piece_of(p), barriers, layout, own, place);
+            }
+            if (part.size > 1) synchronize(part), synchronize(part);
+        }
+    } else {
+        Multiplier<T> multiplier{memory, layout, own, {}};
+        for (int p = blockIdx.x; p < pieces; p += gridDim.x) {
+            multiplier.template run<E>(piece_of(p));
+            if (part.size > 1) {
+                synchronize(part);
+            } else {
+                synchronize_first<32 * T::WARPS>();
+            }
+            const int count = T::SUMS / HALVES;
+            for (int i = part.rank + part.size * warp; i < count; i += part.size * T::WARPS) {
+                write(multiplier, p, i / T::TOKEN_BLOCKS, i % T::TOKEN_BLOCKS);
+            }
+            if (part.size > 1) synchronize(part);  // others may still read what this one shares
+        }
+    }
 }
 
-// Calls `write` with the tokens and rows that are this program's to finish; both numbers of rows
-// are powers of two.
-template <typename T, typename Write>
-__device__ __forceinline__ void finish(int tokens, int rows, Cluster part, Write write) {
-    const int count = rows / part.size, shift = 31 - __clz(count);
-    for (int i = threadIdx.x; i < tokens * count; i += T::THREADS) {
-        write(i >> shift, part.rank * count + (i & (count - 1)));
+// Of a lane: calls `write` with the place in the sums, the row of the strip and the token.
+template <typename Write>
+__device__ __forceinline__ void each_sum(int tokens, int b, Write write) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const int token = 8 * b + lane % 4 * 2 + j % 2;
+        if (token < tokens) write(j, lane / 4 + j / 2 * 8, token);
     }
-    if (part.size > 1) synchronize(part);  // others may still read what this program shares
 }
 
 // ------------------------------------------------------------------------------------------ dense
@@ -662,30 +558,27 @@ __device__ __forceinline__ void finish(int tokens, int rows, Cluster part, Write
 // y [M, N] = x [M, K] times a weight [N, K] transposed; M is at most T::TOKENS.
 template <typename T, Element E>
 __device__ __forceinline__ void dense(
-    const uint4* packed, const unsigned short* scales, const uint4* x, unsigned short* y,
-    int tokens, int rows, Shape shape) {
-    extern __shared__ __align__(1024) unsigned char memory[];
+    const Source& weight, const Source& x, unsigned short* y, int tokens, int rows, int columns,
+    Memory layout) {
     const Cluster part = this_cluster();
-    const int first = blockIdx.x * T::ROWS;
-    float sums[T::ROW_GROUPS][T::TOKEN_BLOCKS][4] = {};
+    const int strips = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
     let_later_kernels_start();
-    sum_columns<T, E>(
-        sums, memory, packed, scales, shape, part,
-        [&](int row) { return min(first + row, rows - 1); },
-        [&](int token) {
-            return token < tokens ? x + size_t(token) * (shape.columns / 8) : nullptr;
+    run_pieces<T, E, 1>(
+        weight, x, layout, strips, columns, (strips + T::STRIPS - 1) / T::STRIPS,
+        [&](int p) { return Piece{tokens, {p * T::STRIPS, 0}, nullptr, 1}; },
+        [&](const Multiplier<T>& multiplier, int p, int strip, int b) {
+            float sum[4];
+            multiplier.template total<E>(sum, strip, b, part);
+            const int first = (p * T::STRIPS + strip) * BLOCK_ROWS;
+            each_sum(tokens, b, [&](int j, int row, int token) {
+                if (first + row < rows) y[size_t(token) * rows + first + row] = rounded<E>(sum[j]);
+            });
         });
-    float* parts = reinterpret_cast<float*>(memory);
-    share<T>(parts, sums, part);
-    finish<T>(tokens, T::ROWS, part, [&](int token, int row) {
-        const float sum = total<T, E>(parts, token, row, part);
-        if (first + row < rows) y[size_t(token) * rows + first + row] = rounded<E>(sum);
-    });
 }
 
 // ------------------------------------------------------------------------------ mixture of experts
 
-// A program's part of the work: up to T::TOKENS of the pairs (token, expert) of one expert.
+// Some of the pairs (token, expert) of one expert, up to T::TOKENS.
 struct Work {
     int expert, first, count, unused;
 };
@@ -734,81 +627,66 @@ extern "C" __global__ void __launch_bounds__(1024) list_work(
     }
 }
 
-// gated [pairs, I] = silu(gate) up, of a weight [experts, 2 I, K], gate first. Both come from
-// one program: sixteen rows of the one, sixteen of the other, and so on.
+// gated [pairs, I] = silu(gate) up, of a weight [experts, 2 I, K], gate first. Both come from one
+// program: half of its strips are the gate's, and half the same of the other.
 template <typename T, Element E>
 __device__ __forceinline__ void gate_up(
-    const uint4* packed, const unsigned short* scales, const uint4* x, unsigned short* gated,
-    const Work* list, const int* works, const int* order, int pairs_per_token, int intermediate,
-    Shape shape) {
-    extern __shared__ __align__(1024) unsigned char memory[];
-    const Cluster part = this_cluster();
-    constexpr int HALF = T::ROWS / 2;
-    const int start = blockIdx.x * HALF;
+    const Source& weight, const Source& x, unsigned short* gated, const Work* list,
+    const int* works, const int* order, int pairs_per_token, int experts, int intermediate,
+    int columns, Memory layout) {
+    const int strips = intermediate / BLOCK_ROWS, together = T::STRIPS / 2;
+    const int pieces_of_work = (strips + together - 1) / together;
     wait_for_earlier_kernels();
     let_later_kernels_start();  // `down` may read the list as soon as it runs
-    if (blockIdx.z >= *works) return;
-    const Work work = list[blockIdx.z];
-    const size_t offset = size_t(work.expert) * 2 * intermediate;
-    float sums[T::ROW_GROUPS][T::TOKEN_BLOCKS][4] = {};
-    sum_columns<T, E>(
-        sums, memory, packed + offset * (shape.columns / 32), scales + offset * shape.groups, shape,
-        part,
-        [&](int row) {
-            const int place = start + row / 32 * 16 + row % 16;
-            return min(place, intermediate - 1) + (row / 16 % 2) * intermediate;
+    run_pieces<T, E, 2>(
+        weight, x, layout, 2 * experts * strips, columns, *works * pieces_of_work,
+        [&](int p) {
+            const Work work = list[p / pieces_of_work];
+            const int first = 2 * work.expert * strips + p % pieces_of_work * together;
+            return Piece{
+                work.count, {first, first + strips}, order + work.first, pairs_per_token};
         },
-        [&](int token) {
-            if (token >= work.count) return static_cast<const uint4*>(nullptr);
-            const int source = order[work.first + token] / pairs_per_token;
-            return x + size_t(source) * (shape.columns / 8);
+        [&](const Multiplier<T>& multiplier, int p, int strip, int b) {
+            const Work work = list[p / pieces_of_work];
+            const int place = (p % pieces_of_work * together + strip) * BLOCK_ROWS;
+            float gate[4], up[4];
+            multiplier.template total<E>(gate, strip, b, {0, 1});
+            multiplier.template total<E>(up, together + strip, b, {0, 1});
+            if (place >= intermediate) return;
+            each_sum(work.count, b, [&](int j, int row, int token) {
+                gated[size_t(order[work.first + token]) * intermediate + place + row] =
+                    rounded<E>(gate[j] / (1.0f + __expf(-gate[j])) * up[j]);
+            });
         });
-    float* parts = reinterpret_cast<float*>(memory);
-    share<T>(parts, sums, part);
-    finish<T>(work.count, HALF, part, [&](int token, int place) {
-        const int row = place / 16 * 32 + place % 16;
-        const float gate = total<T, E>(parts, token, row, part);
-        const float up = total<T, E>(parts, token, row + 16, part);
-        if (start + place < intermediate) {
-            const size_t target = size_t(order[work.first + token]) * intermediate;
-            gated[target + start + place] = rounded<E>(gate / (1.0f + __expf(-gate)) * up);
-        }
-    });
 }
 
 // parts [pairs, N] float32 = gated [pairs, K] times a weight [experts, N, K] transposed, times the
 // router's weight of the pair.
 template <typename T, Element E>
 __device__ __forceinline__ void down(
-    const uint4* packed, const unsigned short* scales, const uint4* gated, float* out,
-    const Work* list, const int* works, const int* order, const float* router, int rows,
-    Shape shape) {
-    extern __shared__ __align__(1024) unsigned char memory[];
-    const Cluster part = this_cluster();
-    const int first = blockIdx.x * T::ROWS;
+    const Source& weight, const Source& gated, float* parts, const Work* list, const int* works,
+    const int* order, const float* router, int experts, int rows, int columns, Memory layout) {
+    const int strips = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    const int pieces_of_work = (strips + T::STRIPS - 1) / T::STRIPS;
     let_later_kernels_start();
     // `gate_up` has seen the list before this could start, so weights are fetched while it ends.
-    if (blockIdx.z >= *works) {
-        wait_for_earlier_kernels();
-        return;
-    }
-    const Work work = list[blockIdx.z];
-    const size_t offset = size_t(work.expert) * rows;
-    float sums[T::ROW_GROUPS][T::TOKEN_BLOCKS][4] = {};
-    sum_columns<T, E>(
-        sums, memory, packed + offset * (shape.columns / 32), scales + offset * shape.groups, shape,
-        part, [&](int row) { return min(first + row, rows - 1); },
-        [&](int token) {
-            if (token >= work.count) return static_cast<const uint4*>(nullptr);
-            return gated + size_t(order[work.first + token]) * (shape.columns / 8);
+    run_pieces<T, E, 1>(
+        weight, gated, layout, experts * strips, columns, *works * pieces_of_work,
+        [&](int p) {
+            const Work work = list[p / pieces_of_work];
+            const int first = work.expert * strips + p % pieces_of_work * T::STRIPS;
+            return Piece{work.count, {first, 0}, order + work.first, 1};
+        },
+        [&](const Multiplier<T>& multiplier, int p, int strip, int b) {
+            const Work work = list[p / pieces_of_work];
+            const int first = (p % pieces_of_work * T::STRIPS + strip) * BLOCK_ROWS;
+            float sum[4];
+            multiplier.template total<E>(sum, strip, b, {0, 1});
+            each_sum(work.count, b, [&](int j, int row, int token) {
+                const int pair = order[work.first + token];
+                if (first + row < rows) parts[size_t(pair) * rows + first + row] = sum[j] * router[pair];
+            });
         });
-    float* parts = reinterpret_cast<float*>(memory);
-    share<T>(parts, sums, part);
-    finish<T>(work.count, T::ROWS, part, [&](int token, int row) {
-        const float sum = total<T, E>(parts, token, row, part);
-        const int pair = order[work.first + token];
-        if (first + row < rows) out[size_t(pair) * rows + first + row] = sum * router[pair];
-    });
 }
 
 // y [M, N] = the sum over a token's experts, in their order, of parts [M, experts of a token, N].
@@ -830,31 +708,34 @@ __device__ __forceinline__ void add_experts(
 
 // ------------------------------------------------------------------------------------ entry points
 
-// One of these is appended to the source for each tile that is used, with the number of programs
-// that are to fit a multiprocessor.
-#define DENSE(E, RESIDENT, ...)                                                                    \
-    extern "C" __global__ void __launch_bounds__(Tile<__VA_ARGS__>::THREADS, RESIDENT) run(        \
-        const uint4* packed, const unsigned short* scales, const uint4* x, unsigned short* y,      \
-        int tokens, int rows, int columns, int groups, int shift, int chunk) {                                \
-        dense<Tile<__VA_ARGS__>, E>(packed, scales, x, y, tokens, rows, {columns, groups, shift, chunk}); \
+// One of these is appended to the source for each tile that is used.
+#define DENSE(E, ...)                                                                              \
+    extern "C" __global__ void __launch_bounds__(Tile<__VA_ARGS__, false>::THREADS, 1) run(        \
+        const __grid_constant__ Source weight, const __grid_constant__ Source x,                   \
+        unsigned short* y, int tokens, int rows, int columns, int depth, int capacity,             \
+        int sums_at) {                                                                             \
+        dense<Tile<__VA_ARGS__, false>, E>(weight, x, y, tokens, rows, columns,                    \
+                                           {depth, capacity, sums_at});                            \
     }
 
-#define GATE_UP(E, RESIDENT, ...)                                                                  \
-    extern "C" __global__ void __launch_bounds__(Tile<__VA_ARGS__>::THREADS, RESIDENT) run(        \
-        const uint4* packed, const unsigned short* scales, const uint4* x, unsigned short* gated,  \
-        const Work* list, const int* works, const int* order, int pairs_per_token,                 \
-        int intermediate, int columns, int groups, int shift, int chunk) {                                    \
-        gate_up<Tile<__VA_ARGS__>, E>(packed, scales, x, gated, list, works, order,                \
-                                      pairs_per_token, intermediate, {columns, groups, shift, chunk});    \
+#define GATE_UP(E, ...)                                                                            \
+    extern "C" __global__ void __launch_bounds__(Tile<__VA_ARGS__, true>::THREADS, 1) run(         \
+        const __grid_constant__ Source weight, const __grid_constant__ Source x,                   \
+        unsigned short* gated, const Work* list, const int* works, const int* order,               \
+        int pairs_per_token, int experts, int intermediate, int columns, int depth, int capacity,  \
+        int sums_at) {                                                                             \
+        gate_up<Tile<__VA_ARGS__, true>, E>(weight, x, gated, list, works, order, pairs_per_token, \
+                                            experts, intermediate, columns,                        \
+                                            {depth, capacity, sums_at});                           \
     }
 
-#define DOWN(E, RESIDENT, ...)                                                                     \
-    extern "C" __global__ void __launch_bounds__(Tile<__VA_ARGS__>::THREADS, RESIDENT) run(        \
-        const uint4* packed, const unsigned short* scales, const uint4* gated, float* parts,       \
-        const Work* list, const int* works, const int* order, const float* router, int rows,       \
-        int columns, int groups, int shift, int chunk) {                                                      \
-        down<Tile<__VA_ARGS__>, E>(packed, scales, gated, parts, list, works, order, router, rows, \
-                                   {columns, groups, shift, chunk});                                      \
+#define DOWN(E, ...)                                                                               \
+    extern "C" __global__ void __launch_bounds__(Tile<__VA_ARGS__, true>::THREADS, 1) run(         \
+        const __grid_constant__ Source weight, const __grid_constant__ Source gated, float* parts, \
+        const Work* list, const int* works, const int* order, const float* router, int experts,    \
+        int rows, int columns, int depth, int capacity, int sums_at) {                             \
+        down<Tile<__VA_ARGS__, true>, E>(weight, gated, parts, list, works, order, router,         \
+                                         experts, rows, columns, {depth, capacity, sums_at});      \
     }
 
 #define ADD_EXPERTS(E)                                                                             \
