@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 from halfbyte.errors import UsageError
 
@@ -39,13 +39,16 @@ def api_key() -> str | None:
 def kv_integrity() -> Literal["off", "log", "abort", "raise"]:
     """`HALFBYTE_KV_INTEGRITY`: what the plugins for SGLang and vLLM do about a KV-cache page
     that is not its request's. Off, unless set, and then no function of the engine is replaced."""
-    value = os.environ.get("HALFBYTE_KV_INTEGRITY", "").strip().lower() or "off"
-    if value not in ("off", "log", "abort", "raise"):
-        raise UsageError(
-            f"environment variable HALFBYTE_KV_INTEGRITY is {value!r}",
-            hint="set HALFBYTE_KV_INTEGRITY to off, log, abort or raise",
-        )
-    return cast(Literal["off", "log", "abort", "raise"], value)
+    match os.environ.get("HALFBYTE_KV_INTEGRITY", "").strip().lower():
+        case "" | "off":
+            return "off"
+        case "log" | "abort" | "raise" as mode:
+            return mode
+        case value:
+            raise UsageError(
+                f"environment variable HALFBYTE_KV_INTEGRITY is {value!r}",
+                hint="set HALFBYTE_KV_INTEGRITY to off, log, abort or raise",
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

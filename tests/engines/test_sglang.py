@@ -7,7 +7,9 @@ something else than it would alone.
 
 from __future__ import annotations
 
+import inspect
 import random
+import re
 import subprocess
 import sys
 from array import array
@@ -20,6 +22,7 @@ import pytest
 import torch
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
+from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.batch_result_processor import (
     SchedulerBatchResultProcessor,
 )
@@ -643,9 +646,11 @@ def test_batch_without_a_check_is_an_error() -> None:
 
 @pytest.mark.parametrize("pool", [MHATokenToKVPool, MLATokenToKVPool, DSATokenToKVPool])
 def test_known_pools_are_tracked(pool: type) -> None:
-    server = Server(64, 40, mode=None)
-    server.allocator._kvcache = pool.__new__(pool)
-    assert plugin.attach("abort", server.allocator, server.table).page_size == 64
+    table = ReqToTokenPool(ROWS, CONTEXT, "cpu", False)
+    kvcache = pool.__new__(pool)
+    allocator = PagedTokenToKVPoolAllocator(2600, 64, torch.bfloat16, "cpu", kvcache, False)
+    guard = plugin.attach("abort", allocator, table)
+    assert (guard.page_size, len(guard.tracker.state.tags)) == (64, 41)
 
 
 def test_what_is_not_known_is_refused() -> None:
@@ -666,31 +671,70 @@ def test_what_is_not_known_is_refused() -> None:
         plugin.attach("abort", server.allocator, server.table)
 
 
-def test_configurations_that_move_pages_otherwise_are_refused() -> None:
-    def scheduler(**changes: Any) -> Any:
-        server = Server(64, 40, mode=None)
-        plain = {
-            "token_to_kv_pool_allocator": server.allocator,
-            "req_to_token_pool": server.table,
-            "tree_cache": server.cache,
-            "spec_algorithm": SpeculativeAlgorithm.NONE,
-            "disaggregation_mode": DisaggregationMode.NULL,
-            "dllm_config": None,
-            "is_generation": True,
-            "pp_size": 1,
-            "is_hybrid_swa": False,
-            "is_hybrid_ssm": False,
-            "server_args": SimpleNamespace(enable_streaming_session=False),
-        }
-        return SimpleNamespace(**(plain | changes))
+def scheduler(**changes: Any) -> Any:
+    """What of a scheduler decides whether it is covered."""
+    server = Server(64, 40, mode=None)
+    plain = {
+        "token_to_kv_pool_allocator": server.allocator,
+        "req_to_token_pool": server.table,
+        "tree_cache": server.cache,
+        "spec_algorithm": SpeculativeAlgorithm.NONE,
+        "disaggregation_mode": DisaggregationMode.NULL,
+        "dllm_config": None,
+        "enable_pdmux": False,
+        "is_generation": True,
+        "is_hybrid_swa": False,
+        "is_hybrid_ssm": False,
+        "page_size": 64,
+    }
+    return SimpleNamespace(**(plain | changes))
 
-    assert plugin.unsupported(scheduler()) == []
-    assert plugin.unsupported(scheduler(spec_algorithm=SpeculativeAlgorithm.EAGLE)) == [
-        "speculative decoding (EAGLE)"
-    ]
-    assert plugin.unsupported(scheduler(disaggregation_mode=DisaggregationMode.DECODE)) == [
-        "disaggregation (decode)"
-    ]
+
+def test_scheduler_has_what_is_asked_of_it() -> None:
+    """The stand-in has no attribute that SGLang's own does not set."""
+    source = inspect.getsource(Scheduler)
+    missing = [n for n in vars(scheduler()) if not re.search(rf"self\.{n}(: [^=]+)? = ", source)]
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "reasons"),
+    [
+        ({}, []),
+        (
+            {"spec_algorithm": SpeculativeAlgorithm.EAGLE},
+            ["speculative decoding (SpeculativeAlgorithm.EAGLE)"],
+        ),
+        ({"disaggregation_mode": DisaggregationMode.DECODE}, ["disaggregation (decode)"]),
+        ({"page_size": 32}, ["decode context parallelism"]),
+        ({"tree_cache": object()}, ["the prefix cache object"]),
+        (
+            {"is_hybrid_swa": True, "is_generation": False},
+            ["models that do not generate", "sliding-window or Mamba layers"],
+        ),
+    ],
+)
+def test_configurations_that_move_pages_otherwise_are_refused(
+    changes: dict[str, Any], reasons: list[str]
+) -> None:
+    assert plugin.unsupported(scheduler(**changes)) == reasons
+
+
+def test_start_says_what_is_tracked_or_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HALFBYTE_KV_INTEGRITY", "abort")
+    caplog.set_level("INFO")
+    good, bad = scheduler(), scheduler(enable_pdmux=True)
+    plugin._starting(lambda scheduler: None, good)
+    assert "mode=abort engine=sglang 0.5.23 pool=MLATokenToKVPool pages=40" in caplog.text
+    assert good.token_to_kv_pool_allocator in plugin._guards
+    with pytest.raises(SystemExit, match="does not cover prefill and decode on parts of one GPU"):
+        plugin._starting(lambda scheduler: None, bad)
+    monkeypatch.setenv("HALFBYTE_KV_INTEGRITY", "log")
+    plugin._starting(lambda scheduler: None, bad)
+    assert "KV-cache integrity is not on" in caplog.text
+    assert bad.token_to_kv_pool_allocator not in plugin._guards
 
 
 INSTALLATION = """

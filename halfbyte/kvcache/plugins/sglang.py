@@ -159,9 +159,9 @@ def attach(mode: Mode, allocator: Any, table: Any) -> Guard:
                 f"KV-cache integrity does not know {type(found).__name__}, but {', '.join(known)}",
                 hint="HALFBYTE_KV_INTEGRITY=off runs the server without it",
             )
-    total, free = allocator.size, allocator.available_size()
-    if free != total:
-        raise IntegrityError(f"{total - free} of {total} tokens of the KV pool are in use already")
+    total = allocator.size // allocator.page_size * allocator.page_size
+    if used := total - allocator.available_size():
+        raise IntegrityError(f"{used} of {total} tokens of the KV pool are in use already")
     guard = Guard(mode, allocator, table)
     _guards[allocator] = _guards[table] = guard
     return guard
@@ -422,24 +422,26 @@ def _starting(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs
 
 def unsupported(scheduler: Any) -> list[str]:
     """What of the server's configuration moves pages in ways that no hook sees."""
+    from sglang.srt.runtime_context import get_parallel, get_serving
+
     allocator, cache = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
-    table = scheduler.req_to_token_pool
+    table, speculation = type(scheduler.req_to_token_pool).__name__, scheduler.spec_algorithm
     found = {
-        f"speculative decoding ({scheduler.spec_algorithm.name})": (
-            not scheduler.spec_algorithm.is_none()
-        ),
+        f"speculative decoding ({speculation})": not speculation.is_none(),
         f"disaggregation ({scheduler.disaggregation_mode.value})": (
             scheduler.disaggregation_mode.value != "null"
         ),
         "diffusion models": scheduler.dllm_config is not None,
         "models that do not generate": not scheduler.is_generation,
-        "pipeline parallelism": scheduler.pp_size > 1,
+        "pipeline parallelism": get_parallel().pp_size > 1,
+        "decode context parallelism": allocator.page_size != scheduler.page_size,
+        "prefill and decode on parts of one GPU": scheduler.enable_pdmux,
         "sliding-window or Mamba layers": scheduler.is_hybrid_swa or scheduler.is_hybrid_ssm,
-        f"the page table {type(table).__name__}": type(table).__name__ != "ReqToTokenPool",
+        f"the page table {table}": table != "ReqToTokenPool",
         f"the prefix cache {type(cache).__name__}": type(cache).__name__ != "UnifiedRadixCache",
         "hierarchical caches": getattr(cache, "cache_controller", None) is not None,
         "external cache linkers": getattr(cache, "linker", None) is not None,
-        "streaming sessions": scheduler.server_args.enable_streaming_session,
+        "streaming sessions": get_serving().enable_streaming_session,
         "sorted free lists": allocator.need_sort,
     }
     return [name for name, present in found.items() if present]
