@@ -629,6 +629,18 @@ def test_bad_request_is_logged_and_goes_on_in_mode_log() -> None:
     assert violations(server) == {"table": 1}
 
 
+def test_mode_log_counts_a_double_free_and_changes_nothing() -> None:
+    server = Server(64, 40, mode="log")
+    slots = server.allocator.alloc(128)
+    server.allocator.free(torch.cat([slots, slots[:1]]))
+    server.submit("a", [5] * 9, 3)
+    server.run()
+    assert violations(server) == {"release": 1}
+    assert server.guard.tracker.metrics()["quarantined_pages"] == 0
+    assert len(server.allocator.free_pages) == 40
+    assert right(server) == {"a"}
+
+
 def test_mode_raise_stops_the_server() -> None:
     server = started(64, mode="raise")
     change_table(server)

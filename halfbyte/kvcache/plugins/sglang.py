@@ -74,7 +74,7 @@ class Guard:
         """Whether that request's row is another's by now."""
 
     def pages(self, slots: torch.Tensor) -> torch.Tensor:
-        """Of slots that begin at a page, all slots of each page but the last."""
+        """Of `slots` that begin where a page does and leave none out."""
         return slots[:: self.page_size] // self.page_size
 
     def to_device(self, values: Sequence[int]) -> torch.Tensor:
@@ -91,6 +91,7 @@ class Guard:
             self.inserting = None
 
     def may_free(self, pages: torch.Tensor) -> torch.Tensor:
+        """Those of `pages` that the request which is being released has."""
         if self.freeable is None:
             return pages
         pages = pages[torch.isin(pages, self.freeable)]
@@ -113,6 +114,7 @@ class Guard:
         self.tracker.extend(rows, lengths, slots, counts)
 
     def check(self, batch: Any) -> torch.Tensor:
+        """The report on a batch that is about to run."""
         rows = batch.req_pool_indices[: len(batch.reqs)]
         if any(req.beam_group is not None for req in batch.reqs):
             rows = rows * self.to_device([req.beam_group is None for req in batch.reqs])
@@ -123,6 +125,7 @@ class Guard:
         return self.tracker.report(rows, generations)
 
     def settle(self, reqs: Sequence[Any], report: torch.Tensor) -> Sequence[Violation]:
+        """The violations whose requests are to be ended."""
         rows = [None if req.finished() or req.is_retracted else req.kv.req_pool_idx for req in reqs]
         violations = self.tracker.settle(report, rows)
         quarantined = self.tracker.metrics()["quarantined_pages"]
@@ -192,11 +195,11 @@ def _freeing_tokens(original: Callable[..., Any], allocator: Any, free_index: to
 def _freeing_slots(original: Callable[..., Any], allocator: Any, free_index: torch.Tensor) -> Any:
     guard = _guards.get(allocator)
     if guard is not None and allocator.free_group is None:
-        # The engine drops what is there twice. Slots tell what pages do not: many slots of one
-        # page are freed at once, one slot is not.
+        # The engine drops what is there twice before it releases the pages. Slots tell what pages
+        # do not: many slots of one page are freed at once, one slot is not.
         slots = free_index.sort().values
         twice = torch.where(slots[1:] == slots[:-1], slots[1:] // guard.page_size, 0)
-        guard.tracker.quarantine(twice.unique())
+        guard.tracker.release(twice.unique())
     return original(allocator, free_index)
 
 
