@@ -13,6 +13,7 @@ from halfbyte.errors import IntegrityError
 from halfbyte.kvcache.integrity import reference
 from halfbyte.kvcache.integrity.state import (
     CLEAN,
+    FREE,
     FRESH,
     QUARANTINED,
     SHARED,
@@ -214,7 +215,8 @@ class PageTagTracker:
         held = int(state.held[row]) if own_row else 0
         pages = state.expected_pages[row, :held].long()
         tags = state.expected_tags[row, :held]
-        own = (state.owner[pages] == row) & (state.tags[pages] == tags)
+        sound = (state.tags[pages] == tags) & (tags & 1 == 1)
+        own = sound & (state.owner[pages] == row)
         index = violation.index
         page, expected = (int(pages[index]), int(tags[index])) if index < held else (0, 0)
         found = int(state.tags[page]) if page else 0
@@ -222,7 +224,7 @@ class PageTagTracker:
             "kv-integrity abort row=%d page=%d expected_tag=%d found_tag=%d owner=%d own_pages=%d",
             row, page, expected, found, int(state.owner[page]), int(own.sum()),
         )  # fmt: skip
-        return Abort(page, expected, found, pages[own].int(), own_row)
+        return Abort(page, expected, found, pages[sound].int(), pages[own].int(), own_row)
 
     def quarantine(self, pages: torch.Tensor) -> None:
         reference.quarantine(self.state, pages)
@@ -239,6 +241,15 @@ class PageTagTracker:
         if not self._enforce or not self._counts[Counter.QUARANTINED]:
             return pages
         return pages[self.state.tags[pages.long()] != QUARANTINED]
+
+    def clear(self) -> None:
+        state = self.state
+        # Page 0 is odd and stays so.
+        state.tags[1:].add_(state.tags[1:] & 1)
+        state.owner[1:] = FREE
+        state.held.zero_()
+        state.generation.add_(state.generation & 1)
+        state.verdict.fill_(CLEAN)
 
     def metrics(self) -> Mapping[str, int]:
         return {

@@ -101,16 +101,20 @@ def check(
     current = live & _current(state, row, generations)
     held, needed = state.held[row], _pages_of(state, lengths)
     columns = table[:, :: layout.table_stride][:, : layout.pages_per_row]
-    entry = torch.arange(columns.shape[1], device=table.device)
-    expected = state.expected_pages[row, : columns.shape[1]]
-    expected_tags = state.expected_tags[row, : columns.shape[1]]
-    used = columns[row]
+    # index_select, since reading by a list of places takes four times as long on a CPU.
+    entry = torch.arange(columns.shape[1], device=table.device, dtype=torch.int32)
+    expected = state.expected_pages[:, : columns.shape[1]].index_select(0, row)
+    expected_tags = state.expected_tags[:, : columns.shape[1]].index_select(0, row)
+    used = columns.index_select(0, row)
     if layout.table_holds_slots:
         used = torch.div(used, layout.page_size, rounding_mode="floor")
     read = entry < torch.minimum(needed, held)[:, None]
-    stale = (state.tags[expected] != expected_tags) | (expected_tags & 1 == 0)
-    kind = torch.where(used != expected, Kind.TABLE, torch.where(stale, Kind.TAG, 0))
-    found = torch.where(read & (kind != 0), entry * VERDICT_STEP + kind, CLEAN).amin(1)
+    tags = state.tags.index_select(0, expected.flatten()).view_as(expected)
+    stale = (tags != expected_tags) | (expected_tags & 1 == 0)
+    moved = used != expected
+    kind = (stale.int() * int(Kind.TAG)).masked_fill_(moved, int(Kind.TABLE))
+    kind.add_(entry * VERDICT_STEP).masked_fill_(~(read & (stale | moved)), CLEAN)
+    found = kind.amin(1)
     found = torch.minimum(
         found, torch.where(needed > held, held.long() * VERDICT_STEP + Kind.LENGTH, CLEAN)
     )

@@ -56,6 +56,8 @@ class Abort:
     """That the request was given; 0 if the fault is not about one."""
     expected_tag: int
     found_tag: int
+    sound_pages: torch.Tensor
+    """Those that are still as the request was given them, shared ones too."""
     own_pages: torch.Tensor
     """Those that are the request's alone beyond doubt: only these may be freed. Others are shared,
     somebody else's, free already or quarantined."""
@@ -170,6 +172,10 @@ class Tracker(Protocol):
         """A free list without quarantined pages. The same tensor, without waiting for the device,
         as long as no settled report has told of any; mode log never takes any out."""
 
+    def clear(self) -> None:
+        """The engine starts anew: every page is free but those in quarantine, no row is bound, and
+        no prefix cache has anything."""
+
     def metrics(self) -> Mapping[str, int]:
         """Counts since the start, as of the last settled report."""
 
@@ -243,6 +249,8 @@ class NoopTracker:
 
     def usable(self, pages: torch.Tensor) -> torch.Tensor:
         return pages
+
+    def clear(self) -> None: ...
 
     def metrics(self) -> Mapping[str, int]:
         return {}

@@ -380,3 +380,22 @@ def test_the_default_does_nothing_and_layouts_are_checked() -> None:
         Layout(4, 0, 1, 1)
     with pytest.raises(IntegrityError, match="int32"):
         Layout(2**26, 64, 1, 1)
+
+
+def test_engine_that_starts_anew() -> None:
+    engine = Engine()
+    engine.start(1, 5, 6, length=7)
+    engine.start(2, 7, length=3)
+    engine.tracker.quarantine(ints(7, 9))
+    before = engine.tracker.state.tags.clone()
+    engine.tracker.clear()
+    state = engine.tracker.state
+    assert (state.tags[1:] % 2 == 0).all()
+    assert state.tags[[5, 6]].tolist() == [int(before[5]) + 1, int(before[6]) + 1]
+    assert state.tags[[7, 9]].tolist() == [QUARANTINED] * 2
+    assert (state.generation % 2 == 0).all()
+    assert (state.verdict == CLEAN).all()
+    engine.start(1, 5, 6, length=7)
+    engine.tracker.check(ints(1), ints(7), engine.table)
+    report = engine.tracker.report(ints(1)).cpu()
+    assert engine.tracker.settle(report, [1]) == []
