@@ -4,8 +4,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
+ENGINES := .venv-engines
+# Where torch for the CPU comes from, about a tenth of what PyPI's has with it.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test check docs fix
+.PHONY: demo test test-engines check docs fix
 
 demo: $(READY)
 	$(BIN)/quantize demo
@@ -13,6 +16,11 @@ demo: $(READY)
 # A process for each CPU, so each computes with one thread.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
+
+# Not part of `make test`: fills .venv-engines with SGLang and vLLM, without what they need for GPUs.
+test-engines: $(ENGINES)/sglang/ready $(ENGINES)/vllm/ready
+	OMP_NUM_THREADS=1 $(ENGINES)/sglang/bin/python -m pytest tests/engines $(ARGS)
+	OMP_NUM_THREADS=1 $(ENGINES)/vllm/bin/python -m pytest tests/engines $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -35,4 +43,11 @@ $(READY): requirements.lock pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --requirement requirements.lock
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(ENGINES)/%/ready: tests/engines/%.txt pyproject.toml
+	$(PYTHON) -m venv $(ENGINES)/$*
+	$(ENGINES)/$*/bin/python -m pip install --quiet --no-deps --extra-index-url $(TORCH_INDEX) \
+	    --requirement tests/engines/$*.txt
+	$(ENGINES)/$*/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@

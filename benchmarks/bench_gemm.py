@@ -30,6 +30,7 @@ from halfbyte.kernels.w4a16 import Packed, Weight, Work
 
 SHAPES = ((4096, 6144), (6144, 2048), (24576, 6144), (6144, 12288), (6144, 16384), (16384, 2048))
 """Rows and columns of linears of GLM-5.2."""
+OURS = ("ours", "ours, early")
 EXPERTS, CHOSEN, HIDDEN, INTERMEDIATE = 256, 8, 6144, 2048
 
 
@@ -53,27 +54,42 @@ def main() -> None:
             file.write(json.dumps(line | {"bandwidth": bandwidth}) + "\n")
             file.flush()
             times = "  ".join(f"{name} {time:.1f}" for name, time in line["us"].items())
-            roofline = f"roofline {line['roofline_us']:.1f}"
-            print(f"{line['what']:>14} M={line['tokens']:<3} {roofline}  {times}")
+            roofline, best = line["roofline_us"], min(line["us"][name] for name in OURS)
+            print(
+                f"{line['what']:>14} M={line['tokens']:<3} roofline {roofline:.1f} "
+                f"({roofline / best:.0%})  {times}"
+            )
 
-        ratios: dict[int, list[tuple[float, float]]] = {}
+        lines = []
         for rows, columns in SHAPES:
             for line in dense(rows, columns, arguments, bandwidth):
                 report(line)
-                if "Marlin" in line["us"]:
-                    us = line["us"]
-                    pair = (us["Marlin"] / us["ours"], us["Marlin"] / us["ours, early"])
-                    ratios.setdefault(line["tokens"], []).append(pair)
-        for tokens, found in ratios.items():
-            plain, early = (
-                statistics.geometric_mean(column) for column in zip(*found, strict=True)
-            )
-            print(
-                f"M={tokens}: {plain:.2f} times as fast as Marlin, {early:.2f} early; least "
-                f"{min(f[0] for f in found):.2f} and {min(f[1] for f in found):.2f}"
-            )
+                lines.append(line)
         for line in experts(arguments, bandwidth):
             report(line)
+            lines.append(line)
+    for tokens in arguments.tokens:
+        now = [line for line in lines if line["tokens"] == tokens]
+        products = [line["us"] for line in now if line["what"] != "experts"]
+        summarize(f"M={tokens}", "Marlin", products, ("Marlin",))
+        summarize(f"M={tokens}", "the best FP8", products, ("FP8, torch", "FP8, CUTLASS"))
+        summarize(f"M={tokens}, experts", "Marlin", [now[-1]["us"]], ("Marlin",))
+
+
+def summarize(
+    what: str, name: str, products: Sequence[dict[str, float]], peer: Sequence[str]
+) -> None:
+    """Prints how many times as fast ours are as the faster one of some peers."""
+    for us in products:
+        if not set(peer) & us.keys():
+            return
+    found = [[min(us[p] for p in peer if p in us) / us[own] for own in OURS] for us in products]
+    plain, early = (statistics.geometric_mean(column) for column in zip(*found, strict=True))
+    least, least_early = (min(column) for column in zip(*found, strict=True))
+    print(
+        f"{what}: {plain:.2f} times as fast as {name}, {early:.2f} early; least {least:.2f} and "
+        f"{least_early:.2f}"
+    )
 
 
 def dense(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
+from typing import Literal
 
 from halfbyte.errors import UsageError
 
@@ -33,6 +34,21 @@ def cache_folder() -> Path:
 def api_key() -> str | None:
     """`OPENAI_API_KEY`: what a server that `quantize eval --endpoint` asks wants to be shown."""
     return os.environ.get("OPENAI_API_KEY") or None
+
+
+def kv_integrity() -> Literal["off", "log", "abort", "raise"]:
+    """`HALFBYTE_KV_INTEGRITY`: what the plugins for SGLang and vLLM do about a KV-cache page
+    that is not its request's. Off, unless set, and then no function of the engine is replaced."""
+    match os.environ.get("HALFBYTE_KV_INTEGRITY", "").strip().lower():
+        case "" | "off":
+            return "off"
+        case "log" | "abort" | "raise" as mode:
+            return mode
+        case value:
+            raise UsageError(
+                f"environment variable HALFBYTE_KV_INTEGRITY is {value!r}",
+                hint="set HALFBYTE_KV_INTEGRITY to off, log, abort or raise",
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

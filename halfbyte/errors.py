@@ -53,6 +53,10 @@ class EvaluationError(HalfbyteError):
     """Evaluation inputs that cannot be used."""
 
 
+class IntegrityError(HalfbyteError):
+    """A KV-cache page that is not its user's, or a step whose pages were not checked."""
+
+
 class DependencyError(HalfbyteError):
     """A package that an option needs is missing or has the wrong version."""
 

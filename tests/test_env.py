@@ -34,3 +34,14 @@ def test_cache_folder_is_the_one_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_
     assert env.cache_folder() == tmp_path / "xdg" / "halfbyte"
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "own"))
     assert env.cache_folder() == tmp_path / "own"
+
+
+def test_kv_integrity_is_off_unless_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HALFBYTE_KV_INTEGRITY", raising=False)
+    assert env.kv_integrity() == "off"
+    monkeypatch.setenv("HALFBYTE_KV_INTEGRITY", " RAISE ")
+    assert env.kv_integrity() == "raise"
+    monkeypatch.setenv("HALFBYTE_KV_INTEGRITY", "yes")
+    with pytest.raises(UsageError, match="HALFBYTE_KV_INTEGRITY is 'yes'") as caught:
+        env.kv_integrity()
+    assert caught.value.hint == "set HALFBYTE_KV_INTEGRITY to off, log, abort or raise"

@@ -1,4 +1,5 @@
-"""Write docs/cli.md from the commands themselves; with --check, fail if it would change."""
+"""Write docs/cli.md from the commands themselves, and the table of docs/kv-integrity.md from the
+list of faults that tests inject; with --check, fail if either would change."""
 
 from __future__ import annotations
 
@@ -12,8 +13,10 @@ from typer.testing import CliRunner
 
 from halfbyte import env
 from halfbyte.cli import COMMANDS, app
+from halfbyte.testing.kv_faults import FAULTS
 
-PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
+DOCS = Path(__file__).parent.parent / "docs"
+BEGIN, END = "<!-- faults: written by `make docs` -->\n", "<!-- end of faults -->\n"
 
 INTRODUCTION = """\
 # Command line
@@ -46,13 +49,34 @@ def main() -> int:
     """Exit code 1 when `--check` finds the page out of date."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail on a difference")
-    page = render_page()
-    if not parser.parse_args().check:
-        PAGE.write_text(page, encoding="utf-8")
-    elif not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != page:
-        print(f"{PAGE.name} is out of date; run: make docs", file=sys.stderr)
-        return 1
-    return 0
+    integrity = DOCS / "kv-integrity.md"
+    pages = {DOCS / "cli.md": render_page(), integrity: with_faults(integrity.read_text("utf-8"))}
+    check, stale = parser.parse_args().check, 0
+    for path, page in pages.items():
+        if not check:
+            path.write_text(page, encoding="utf-8")
+        elif not path.is_file() or path.read_text(encoding="utf-8") != page:
+            print(f"{path.name} is out of date; run: make docs", file=sys.stderr)
+            stale = 1
+    return stale
+
+
+def with_faults(page: str) -> str:
+    """The page with the table of faults between its marks."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    if not after:
+        raise RuntimeError("kv-integrity.md has lost the marks around its table of faults")
+    rows = [
+        f"| {fault.number} | `{fault.name}` | {', '.join(fault.threads)} | {fault.what} |"
+        f" {fault.outcome.value} | {fault.why} |"
+        for fault in FAULTS
+    ]
+    head = [
+        "| | fault | seen in | what goes wrong | found by | how, or why not |",
+        "|---" * 6 + "|",
+    ]
+    return "".join([before, BEGIN, "\n".join([*head, *rows]), "\n", END, after])
 
 
 def render_page() -> str:

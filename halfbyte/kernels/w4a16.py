@@ -241,7 +241,7 @@ def run_gate_up(
     x: torch.Tensor, weight: Weight, work: Work, gated: torch.Tensor, *, early: bool = False
 ) -> None:
     """gated [pairs, I] = silu(gate) times up of each pair, for `x` [M, H]."""
-    tile = EXPERT_TILES["gate_up"]
+    tile = _expert_tile(work.pieces.shape[0], weight.rows, weight.columns, _processors(x.device))
     intermediate = weight.rows // 2
     pieces = work.pieces.shape[0] * -(-intermediate // (fragments.ROWS * tile.strips // 2))
     launch = _launch("gate_up", tile, x.dtype, weight, min(work.tokens, len(x)), pieces)
@@ -265,12 +265,13 @@ def run_down(
 
     With `early` the kernel ahead has to be that of `run_gate_up` with the same work.
     """
-    tile = EXPERT_TILES["down"]
+    processors = _processors(gated.device)
+    tile = _expert_tile(work.pieces.shape[0], weight.rows, weight.columns, processors)
     pieces = work.pieces.shape[0] * -(-weight.rows // (fragments.ROWS * tile.strips))
     capacity = min(work.tokens, len(gated) // work.pairs_of_token)
     launch = _launch("down", tile, gated.dtype, weight, capacity, pieces)
     launch.kernel(
-        (min(pieces, _processors(gated.device)),), launch.tile.threads, launch.weight(weight),
+        (min(pieces, processors),), launch.tile.threads, launch.weight(weight),
         launch.activations(gated), parts, work.pieces, work.count, work.order, router,
         weight.blocks.shape[0], weight.rows, weight.columns, *launch.memory, early=early,
     )  # fmt: skip
@@ -315,7 +316,7 @@ _DENSE_TILES = (
     Tile(1, 64, 4, 3, wide=True),
     Tile(2, 64, 4, 3, wide=True),
 )
-EXPERT_TILES = {"gate_up": Tile(4, 8, 2, 4), "down": Tile(4, 8, 2, 4)}
+_EXPERT_TILES = (Tile(4, 8, 2, 4), Tile(4, 8, 4, 2), Tile(4, 8, 1, 4), Tile(2, 8, 1, 8))
 
 _CLUSTERS = {1: 1.0, 2: 1.0, 4: 0.85, 8: 0.7}
 """The share of a GPU's multiprocessors that programs of clusters of a size find together."""
@@ -337,16 +338,32 @@ def _dense_tile(
     )
 
 
+@functools.cache
+def _expert_tile(pieces: int, rows: int, columns: int, processors: int) -> Tile:
+    """That takes the least time for so many pieces of work: small ones where they are few."""
+
+    def nbytes(tile: Tile) -> float:
+        programs = pieces * math.ceil(rows / (fragments.ROWS * tile.strips))
+        blocks = math.ceil(columns / fragments.COLUMNS)
+        return math.ceil(programs / processors) * _bytes_of_a_program(tile, blocks)
+
+    return min(_EXPERT_TILES, key=nbytes)
+
+
+def _bytes_of_a_program(tile: Tile, blocks: int) -> float:
+    """That its copies take as long as from memory, for so many blocks of columns."""
+    blocks = math.ceil(blocks / tile.warps_by_columns) * tile.warps_by_columns
+    # Activations come from the GPU's cache.
+    return blocks * (72 * fragments.ROWS * tile.strips + 0.2 * 256 * tile.tokens)
+
+
 def _microseconds(tile: Tile, split: int, rows: int, columns: int, processors: int) -> float:
     """About what a product takes, up to what is the same for all tiles: the programs that a
     multiprocessor runs one after the other times the bytes of each, and what clusters cost. Chooses
     within 1 % of the best on average over 30 products; see docs/results.md."""
     programs = -(-rows // (fragments.ROWS * tile.strips)) * split
     turns = math.ceil(programs / (processors * _CLUSTERS[split]))
-    blocks = math.ceil(math.ceil(columns / fragments.COLUMNS) / split)
-    blocks = math.ceil(blocks / tile.warps_by_columns) * tile.warps_by_columns
-    # Activations come from the GPU's cache.
-    nbytes = blocks * (72 * fragments.ROWS * tile.strips + 0.2 * 256 * tile.tokens)
+    nbytes = _bytes_of_a_program(tile, math.ceil(math.ceil(columns / fragments.COLUMNS) / split))
     return turns * (nbytes / 33e3 + 1 + (0.5 + 0.06 * tile.tokens if split > 1 else 0))
 
 

@@ -6,22 +6,18 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
-
-from halfbyte.calibration.kv import SCALES_SHARD
-
-from .scaled import EXPECTED, write_scaled
-
-pytest.importorskip("sglang")
-
 from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
 )
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
+from torch import nn
+
+from halfbyte.calibration.kv import SCALES_SHARD
+
+from .scaled import EXPECTED, write_scaled
 
 
 def loaded(

@@ -5,22 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-
-from halfbyte.calibration.kv import SCALES_SHARD
-
-from .scaled import EXPECTED, write_scaled
-
-pytest.importorskip("vllm")
-
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
     CompressedTensorsKVCacheMethod,
 )
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+from halfbyte.calibration.kv import SCALES_SHARD
+
+from .scaled import EXPECTED, write_scaled
 
 
 def test_glm_loads_the_scales(tmp_path: Path) -> None:

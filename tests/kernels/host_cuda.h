@@ -54,6 +54,16 @@ inline std::vector<std::unique_ptr<Warp>> warps;
 inline Warp& warp() { return *warps[threadIdx.x / 32]; }
 inline void __syncwarp() { warp().barrier.arrive_and_wait(); }
 
+template <typename Value>
+Value __shfl_up_sync(unsigned, Value value, int distance) {
+    const int lane = threadIdx.x % 32;
+    std::memcpy(warp().words[lane], &value, sizeof value);
+    __syncwarp();
+    Value result;
+    std::memcpy(&result, warp().words[std::max(0, lane - distance)], sizeof result);
+    __syncwarp();
+    return result;
+}
 inline int __shfl_sync(unsigned, int value, int lane) {
     warp().words[threadIdx.x % 32][0] = value;
     __syncwarp();

@@ -233,6 +233,14 @@ def test_the_work_of_a_layer_is_sorted_and_cut() -> None:
     assert work.pieces[:count, :3].tolist() == [[0, 0, 6], [2, 6, 8], [2, 14, 4]]
 
 
+def test_little_work_is_shared_by_many_programs() -> None:
+    """Eight experts of one token, an eighth of GLM-5.2's rows each: 512 rows, 132 processors."""
+    tile = w4a16._expert_tile(8, 512, 6144, 132)
+    assert 8 * 512 / (16 * tile.strips) >= 0.9 * 132
+    tile = w4a16._expert_tile(512, 4096, 6144, 132)
+    assert tile.strips >= 8
+
+
 def test_a_layer_without_work() -> None:
     x, gate_up, down, chosen, router = layer(3, 256, 128, 2, 2, torch.bfloat16)
     y = run_experts(x, gate_up, down, torch.full_like(chosen, 7), router)

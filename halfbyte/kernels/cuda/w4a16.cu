@@ -8,10 +8,11 @@
 // copy, blocks of all rows of the program and some of their columns and the activations of these,
 // passes through a ring of stages in shared memory; two barriers of a stage say that it is full and
 // that it is empty again. On Hopper one instruction copies all codes and scales of a stage, and one
-// the activations of all tokens, or of one where they are gathered. Warps share the
-// columns of a stage, its rows, or both. In the end warps that share rows, and the programs of a
-// cluster, which share them too, add up their parts in a fixed order through shared memory: no atomics,
-// no workspace, the same bits every time.
+// the activations of all tokens, or of one where they are gathered.
+//
+// Warps share the columns of a stage, its rows, or both. In the end warps that share rows, and the
+// programs of a cluster, which share them too, add up their parts in a fixed order through shared
+// memory: no atomics, no workspace, the same bits every time.
 //
 // For few tokens the weight is never rounded. The sums of a group start from -8 times the sum of its
 // activations, which a product with a constant matrix gives, so that no code is ever corrected; then
@@ -193,6 +194,7 @@ __device__ __forceinline__ void copy_codes(
         }
         end_of_copies(barrier);
 #endif
+        __syncwarp();
         place.next(layout.depth);
     }
 }
@@ -230,6 +232,7 @@ __device__ __forceinline__ void copy_tokens(
         }
         end_of_copies(barrier);
 #endif
+        __syncwarp();
         place.next(layout.depth);
     }
 }
@@ -581,48 +584,68 @@ struct Work {
     int expert, first, count, unused;
 };
 
+// The sum of `value` of this thread and all before it, in a program of 1024.
+__device__ __forceinline__ unsigned long long sum_so_far(unsigned long long value) {
+    __shared__ unsigned long long of_warps[32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const auto in_warp = [&](unsigned long long sum) {
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) {
+            const unsigned long long before = __shfl_up_sync(0xFFFFFFFFu, sum, distance);
+            if (lane >= distance) sum += before;
+        }
+        return sum;
+    };
+    const unsigned long long sum = in_warp(value);
+    if (lane == 31) of_warps[warp] = sum;
+    __syncthreads();
+    if (warp == 0) of_warps[lane] = in_warp(of_warps[lane]);
+    __syncthreads();
+    return warp ? sum + of_warps[warp - 1] : sum;
+}
+
 // The work of a layer, by a program of one thread to an expert: `order` holds the pairs sorted by
 // expert, `list` the pieces of it. Pairs of an expert that is not here are left out.
 extern "C" __global__ void __launch_bounds__(1024) list_work(
     const int* experts, int pairs, int expert_count, int pairs_of_a_work, int* order, Work* list,
     int* works) {
-    __shared__ int chunk[1024], totals[2][1024];
+    __shared__ uint4 chunk[256];  // of experts
     const int thread = threadIdx.x;
+    // Calls `each` with the pairs of this thread's expert, in their order.
+    const auto for_own = [&](auto each) {
+        for (int start = 0; start < pairs; start += 1024) {
+            __syncthreads();
+            reinterpret_cast<int*>(chunk)[thread] =
+                start + thread < pairs ? experts[start + thread] : -1;
+            __syncthreads();
+            for (int i = 0; i < (min(1024, pairs - start) + 3) / 4; i++) {
+                const uint4 four = chunk[i];
+                if (four.x == thread) each(start + 4 * i);
+                if (four.y == thread) each(start + 4 * i + 1);
+                if (four.z == thread) each(start + 4 * i + 2);
+                if (four.w == thread) each(start + 4 * i + 3);
+            }
+        }
+    };
     let_later_kernels_start();
     wait_for_earlier_kernels();
     int count = 0;
-    for (int start = 0; start < pairs; start += 1024) {
-        __syncthreads();
-        chunk[thread] = start + thread < pairs ? experts[start + thread] : -1;
-        __syncthreads();
-        for (int i = 0; i < min(1024, pairs - start); i++) count += chunk[i] == thread;
-    }
+    for_own([&](int) { count++; });
     if (thread >= expert_count) count = 0;
     const int own_works = (count + pairs_of_a_work - 1) / pairs_of_a_work;
-    totals[0][thread] = count, totals[1][thread] = own_works;
-    for (int distance = 1; distance < 1024; distance *= 2) {
-        __syncthreads();
-        const int before = thread >= distance ? totals[0][thread - distance] : 0;
-        const int works_before = thread >= distance ? totals[1][thread - distance] : 0;
-        __syncthreads();
-        totals[0][thread] += before, totals[1][thread] += works_before;
-    }
-    int place = totals[0][thread] - count;
+    const unsigned long long sum =
+        sum_so_far(static_cast<unsigned long long>(own_works) << 32 | unsigned(count));
+    const int all_works = sum >> 32;
+    int place = int(unsigned(sum)) - count;
     for (int i = 0; i < own_works; i++) {
         const int first = place + i * pairs_of_a_work;
-        list[totals[1][thread] - own_works + i] = {
+        list[all_works - own_works + i] = {
             thread, first, min(pairs_of_a_work, place + count - first), 0};
     }
-    if (thread == 1023) *works = totals[1][1023];
-    for (int start = 0; start < pairs; start += 1024) {
-        __syncthreads();
-        chunk[thread] = start + thread < pairs ? experts[start + thread] : -1;
-        __syncthreads();
-        if (count == 0) continue;
-        for (int i = 0; i < min(1024, pairs - start); i++) {
-            if (chunk[i] == thread) order[place++] = start + i;
-        }
-    }
+    if (thread == 1023) *works = all_works;
+    for_own([&](int pair) {
+        if (thread < expert_count) order[place++] = pair;
+    });
 }
 
 // gated [pairs, I] = silu(gate) up, of a weight [experts, 2 I, K], gate first. Both come from one

@@ -1,0 +1,33 @@
+"""The integrity benchmark's batches are what they claim, and its proof before timing can fail."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.bench_integrity import Case, host_line, make_batch, prove
+from halfbyte.errors import HalfbyteError
+
+CASES = (Case(8, 300, 64, 4_000), Case(64, 640, 16, 10_000), Case(16, 1_000, 1, 10_000))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"page {case.page_size}")
+def test_batches_are_clean_and_share_as_much_as_the_pool_asks(case: Case) -> None:
+    batch = make_batch(case)
+    prove(case, batch)
+    expected = batch.tracker.state.expected_pages[1:, : case.pages]
+    assert len(expected.unique()) <= case.pool_tokens // case.page_size
+    assert (len(expected.unique()) < case.entries) == (case.entries * case.page_size > 10_000)
+
+
+def test_a_check_that_sees_nothing_is_not_timed() -> None:
+    batch = make_batch(CASES[0])
+    batch.tracker.check = lambda *arguments: None  # type: ignore[method-assign]
+    with pytest.raises(HalfbyteError, match="a stale page was not found"):
+        prove(CASES[0], batch)
+
+
+def test_the_host_is_timed_with_and_without_a_graph() -> None:
+    line = host_line(3, 4, steps=12)
+    assert {"us_off", "us_abort", "us_off_in_graph", "us_abort_in_graph", "share_of_step"} < set(
+        line
+    )
