@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from halfbyte.core import Checkpoint
-from halfbyte.kvcache.layout import Kv, Latent, read_attention
+from halfbyte.errors import UsageError
+from halfbyte.kvcache.layout import SPARSE, Kv, Latent, read_attention
 from halfbyte.kvcache.rows import Cache, cache_of
 from halfbyte.kvcache.scales import read_scales
 
@@ -23,9 +24,16 @@ from halfbyte.kvcache.scales import read_scales
 def layer_caches(checkpoint: Checkpoint, kv: Kv) -> Callable[[int], Cache]:
     """The cache of each layer of a checkpoint, with the scales that it holds.
 
-    Raises UnsupportedModelError for a model whose cache is not known.
+    Raises UnsupportedModelError for a model whose cache is not known, UsageError for a format that
+    it does not have, CheckpointError for scales that are none.
     """
     attention = read_attention(checkpoint.config)
+    if kv == "fp8-raw" and attention.model_type not in SPARSE:
+        raise UsageError(
+            f"--kv-cache fp8-raw is of models with an indexer, {', '.join(SPARSE)}; this one is"
+            f" {attention.model_type}",
+            hint="--kv-cache fp8",
+        )
     scales = {} if isinstance(attention.rows, Latent) else read_scales(checkpoint)
     return lambda layer: cache_of(attention, kv, scales.get(layer, (1.0, 1.0)))
 

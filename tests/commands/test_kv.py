@@ -93,3 +93,33 @@ def test_what_cannot_be_written_is_refused_before_anything_is_read(
     assert (found, out) == (code, "")
     assert says in err
     assert hint in err
+
+
+def test_evaluations_with_a_cache_and_their_verdict(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("One and two make three, and three and four make seven. " * 20)
+    words = ["eval", str(tiny), "--text", str(text), "--sequence-length", "64"]
+    words += ["--baseline", str(tiny)]
+    reports = {}
+    for kv_cache in ("bf16", "fp8"):
+        path = tmp_path / f"{kv_cache}.json"
+        assert cli.main([*words, "--kv-cache", kv_cache, "-o", str(path)]) == 0
+        reports[kv_cache] = json.loads(path.read_text())
+    assert {kind: found["kv_cache"] for kind, found in reports.items()} == {
+        "bf16": "bf16",
+        "fp8": "fp8",
+    }
+    kl = {kind: found["text"]["divergence"]["mean_kl"] for kind, found in reports.items()}
+    assert 0 < kl["bf16"] < kl["fp8"] / 10
+    files = [str(tmp_path / f"{kind}.json") for kind in ("bf16", "fp8")]
+    capsys.readouterr()
+    assert cli.main(["gate", *files, "--json"]) == 4  # text alone passes nothing
+    verdict = json.loads(capsys.readouterr().out)
+    assert verdict["kv_cache"] == {"baseline": "bf16", "candidate": "fp8"}
+    assert cli.main(["gate", *reversed(files)]) == 5
+    assert "the KV cache is fp8 in the baseline, bf16 in the candidate" in capsys.readouterr().out
+    served = ["eval", str(tiny), "--tasks", str(tmp_path), "--endpoint", "http://127.0.0.1:1"]
+    assert cli.main([*served, "--kv-cache", "fp8"]) == 2
+    assert "a server has the cache it was started with" in capsys.readouterr().err

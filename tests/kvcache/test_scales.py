@@ -11,7 +11,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from halfbyte import cli
-from halfbyte.errors import CheckpointError
+from halfbyte.errors import CheckpointError, UsageError
 from halfbyte.evals.model import load_model
 from halfbyte.evals.stream import evaluate_text
 from halfbyte.formats.checkpoint import open_checkpoint
@@ -136,6 +136,13 @@ def test_a_scale_is_one_positive_number(tmp_path: Path, value: torch.Tensor, say
     with pytest.raises(CheckpointError, match=f"k_proj.k_scale in .* {says}"):
         load_model(folder, kv_cache="fp8")
     load_model(folder)  # whose cache is not asked for
+
+
+@pytest.mark.parametrize("model_type", ["glm4_moe", "deepseek_v3"])
+def test_raw_rows_are_of_models_with_an_indexer(tmp_path: Path, model_type: ModelType) -> None:
+    folder = write_tiny(tmp_path / "tiny", model_type=model_type, source="bf16")
+    with pytest.raises(UsageError, match=f"models with an indexer, .* this one is {model_type}"):
+        load_model(folder, kv_cache="fp8-raw")
 
 
 def test_scales_need_a_config_that_servers_read_them_from() -> None:
