@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -12,12 +11,9 @@ from halfbyte.calibration.architecture import Architecture
 from halfbyte.calibration.mtp import mtp_input
 from halfbyte.calibration.runner import LayerRunner
 from halfbyte.core import Checkpoint
-from halfbyte.errors import CheckpointError
-from halfbyte.formats.edition import require_free, write_edition
 from halfbyte.formats.shards import ShardReader
 from halfbyte.formats.weights import layer_index, logical_weights
-from halfbyte.kvcache.fold import folded
-from halfbyte.kvcache.layout import TILE, ByHead, Latent, read_attention
+from halfbyte.kvcache.layout import TILE, Latent, read_attention
 from halfbyte.kvcache.ranges import (
     BINS,
     LOWEST,
@@ -28,7 +24,6 @@ from halfbyte.kvcache.ranges import (
     percentile,
 )
 from halfbyte.kvcache.rows import LARGEST, SMALLEST_NORMAL, power_of_two_scales, to_e4m3
-from halfbyte.kvcache.scales import is_cache_scale, scale_tensor, with_scheme
 from halfbyte.progress import Progress
 
 _LATENT: tuple[Name, Name] = ("latent", "rope")
@@ -178,51 +173,3 @@ def measure_ranges(
         dtype=dtype,
         layers=tuple(found),
     )
-
-
-SCALES_SHARD = "model-kv-scales.safetensors"
-
-
-def remedied(checkpoint: Checkpoint, ranges: KvRanges, folder: Path, progress: Progress) -> int:
-    """Write `checkpoint` to `folder` with what `ranges` say it needs for an FP8 cache: scales of
-    keys and values, or latents folded into range. The number of tensors that are new or changed;
-    with 0, which is when no latent needs it, nothing is written.
-
-    Raises CheckpointError for latents that cannot be folded exactly, and what `require_remediable`
-    and `write_edition` raise.
-    """
-    require_remediable(checkpoint, folder)
-    if not ranges.by_head:
-        changed = folded(checkpoint, {layer.layer: layer.fold for layer in ranges.layers})
-        if changed:
-            write_edition(
-                checkpoint, folder, replaced=changed, config=checkpoint.config, progress=progress
-            )
-        return len(changed)
-    prefix = Architecture.of(checkpoint).layer_name
-    added = {
-        scale_tensor(prefix(layer.layer), part): torch.tensor([layer.scale(part)])
-        for layer in ranges.layers
-        for part in _BY_HEAD
-    }
-    write_edition(
-        checkpoint,
-        folder,
-        added={SCALES_SHARD: added},
-        config=with_scheme(checkpoint.config),
-        progress=progress,
-    )
-    return len(added)
-
-
-def require_remediable(checkpoint: Checkpoint, folder: Path) -> None:
-    """Raises CheckpointError for a checkpoint that has scales already, or to which servers read
-    none, OutputError for a folder that is taken."""
-    if present := next(filter(is_cache_scale, checkpoint.tensors), None):
-        raise CheckpointError(
-            f"{checkpoint.path} has scales of a KV cache already: {present}",
-            hint="take the checkpoint that it was made of",
-        )
-    if isinstance(read_attention(checkpoint.config).rows, ByHead):
-        with_scheme(checkpoint.config)
-    require_free(folder)

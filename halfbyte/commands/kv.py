@@ -83,10 +83,11 @@ def kv(
     Layer by layer, in the memory of one. Latent rows (MLA) get no scales: SGLang ignores them when
     it writes and applies them when it reads.
     """
-    from halfbyte.calibration.kv import measure_ranges, remedied
+    from halfbyte.calibration.kv import measure_ranges
     from halfbyte.commands import kv_tables as tables
     from halfbyte.devices import resolve_device, resolve_dtype
     from halfbyte.formats.source import open_source
+    from halfbyte.kvcache.remedy import remedied
 
     console = open_console(json, quiet, verbose)
     device = resolve_device(device)
@@ -127,8 +128,8 @@ def kv(
 def _require_remedy(checkpoint: Checkpoint, *, fold: bool, output: Path | None) -> None:
     """Raises UsageError for options that do not fit the model or each other, and what would be
     raised when the measuring is done: CheckpointError, OutputError."""
-    from halfbyte.calibration.kv import require_remediable
     from halfbyte.kvcache.layout import Latent, read_attention
+    from halfbyte.kvcache.remedy import require_remediable
 
     latent = isinstance(read_attention(checkpoint.config).rows, Latent)
     if fold and not latent:

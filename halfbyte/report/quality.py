@@ -25,6 +25,8 @@ def accuracy(output: Output) -> Html:
             f"quantize report {shlex.quote(output.name)} --gate gate.json",
         )
     lead = f"Verdict: {gate.verdict}. {allowance(gate)}."
+    if gate.kv_cache is not None:
+        lead += f" The KV cache was {gate.kv_cache}."
     said = [*gate.reasons, *gate.remarks][:ROWS_SHOWN]
     children = [element("ul", *(element("li", line) for line in said))] if said else []
     if gate.rows:

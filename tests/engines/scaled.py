@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from halfbyte.calibration.kv import remedied
 from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.kvcache.layout import read_attention
 from halfbyte.kvcache.ranges import BINS, KvRanges, LayerRange, PartRange
+from halfbyte.kvcache.remedy import remedied
 from halfbyte.progress import SilentProgress
 from halfbyte.testing.tiny import write_tiny
 

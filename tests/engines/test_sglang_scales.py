@@ -15,7 +15,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.models.glm4_moe import Glm4MoeForCausalLM
 from torch import nn
 
-from halfbyte.calibration.kv import SCALES_SHARD
+from halfbyte.kvcache.remedy import SCALES_SHARD
 
 from .scaled import EXPECTED, write_scaled
 

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from halfbyte.calibration.kv import SCALES_SHARD
+from halfbyte.kvcache.remedy import SCALES_SHARD
 
 from .scaled import EXPECTED, write_scaled
 
