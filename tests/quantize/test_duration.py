@@ -138,7 +138,7 @@ def test_the_plan_says_so(glm52: Plan) -> None:
     assert line.startswith("time         about 22 min ")
     assert "at the speed of 2 H200s" in line
     assert line.endswith("s for the disk at 1 GB/s")
-    record = plan_record(glm52, found)["duration"]
+    record = plan_record(glm52, found, serving={})["duration"]
     assert record["seconds"] == found.disk > found.compute == record["compute"]
 
 
