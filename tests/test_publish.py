@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -74,12 +75,24 @@ def test_a_push_survives_kill_9_and_failures(
     (output / "README.md").write_text("# A card\n")
     command = [sys.executable, "-m", "halfbyte", "push", str(output), NAME, "--json"]
     environment = hub.environment(tmp_path / "home")
+
+    def stored() -> set[str]:
+        return {oid for oid, path in list(hub.objects.items()) if path.is_file()}
+
+    def kill() -> None:
+        # Files are sent side by side: not before one of them is there.
+        for _ in range(3000):
+            if stored():
+                break
+            threading.Event().wait(0.01)
+        os.kill(process.pid, signal.SIGKILL)
+
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
-        hub.fail("PUT /lfs/", lambda: os.kill(process.pid, signal.SIGKILL), skip=3)
+        hub.fail("PUT /lfs/", kill, skip=3)
         assert process.wait() == -signal.SIGKILL
-    arrived = {oid for oid, path in hub.objects.items() if path.is_file()}
+    arrived = stored()
     assert arrived
     hub.requests.clear()
     hub.fail("PUT /lfs/", "503")
