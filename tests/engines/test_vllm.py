@@ -125,7 +125,7 @@ class Server:
         os.environ["HALFBYTE_KV_INTEGRITY"] = mode
         self.scheduler = scheduler(blocks, block_size, FullAttentionSpec)
         self.pool = self.scheduler.kv_cache_manager.block_pool
-        self.guard = plugin._guards[self.pool]
+        self.guard: Any = plugin.guard_of(self.pool)
         self.block_size = block_size
         self.kv = torch.zeros(blocks, block_size, dtype=torch.int64)
         self.tables: dict[str, list[int]] = {}
@@ -353,11 +353,11 @@ def test_what_is_not_known_is_refused(caplog: pytest.LogCaptureFixture) -> None:
 
     pool = Other(40, True, 16)
     with pytest.raises(IntegrityError, match="does not know Other"):
-        plugin.attach("abort", pool, requests=4, blocks_per_request=9)
+        plugin.attach("abort", pool, block_size=16)
     plain = BlockPool(40, True, 16)
     plain.get_new_blocks(3)
     with pytest.raises(IntegrityError, match="3 of 40 KV blocks are in use already"):
-        plugin.attach("abort", plain, requests=4, blocks_per_request=9)
+        plugin.attach("abort", plain, block_size=16)
 
 
 INSTALLATION = """
