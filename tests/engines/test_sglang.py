@@ -356,17 +356,17 @@ def test_ordinary_traffic_raises_no_alarm(
     server = Server(page_size, pages, mode="raise", core=core, disable=disable)
     assert type(server.cache.tree_core).__name__.lower().startswith(("rust", "unified"))
     chance = random.Random(page_size)
-    for i, prompt in enumerate(prompts(page_size, 260, max(60, 2 * page_size))):
+    for i, prompt in enumerate(prompts(page_size, 1200, max(60, 2 * page_size))):
         server.submit(str(i), prompt, chance.randint(1, 40))
         for _ in range(chance.randint(1, 4)):
             server.step()
     server.run()
     retracted = sum(req.retraction_count for req in server.ended.values())
-    assert len(server.ended) == 260
+    assert len(server.ended) == 1200
     assert right(server) == set(server.streamed)
     assert violations(server) == {}
     metrics = server.guard.tracker.metrics()
-    assert metrics["checks"] == metrics["steps"] > 500
+    assert metrics["checks"] == metrics["steps"] > 2500
     assert retracted > 0
     if not disable:
         assert sum(req.cached_tokens for req in server.ended.values()) > 1000

@@ -212,20 +212,20 @@ def test_ordinary_traffic_raises_no_alarm(blocks: int, block_size: int) -> None:
         return [chance.randrange(VOCABULARY) for _ in range(length)]
 
     stems = [tokens(60) for _ in range(3)]
-    for i in range(250):
+    for i in range(1500):
         prompt = chance.choice(stems)[: chance.randrange(61)] + tokens(chance.randint(3, 30))
         server.submit(str(i), prompt, chance.randint(1, 40))
         for _ in range(chance.randint(1, 4)):
             server.step()
-        if i == 125:
+        if i == 750:
             server.run()
             assert server.pool.reset_prefix_cache()
     server.run()
-    assert len(server.ended) == 250
+    assert len(server.ended) == 1500
     assert server.right() == set(server.streamed)
     assert server.violations() == {}
     metrics = server.guard.tracker.metrics()
-    assert metrics["checks"] == metrics["steps"] > 500
+    assert metrics["checks"] == metrics["steps"] > 3000
     assert server.hits > 500
     assert server.preemptions > 0
 
@@ -305,6 +305,29 @@ def test_hash_that_outlives_its_block_fails_whoever_hits_it(block_size: int) -> 
     assert server.aborted() == {"hit"}
     assert server.streamed["hit"] == []
     assert server.right() == set(server.streamed)
+
+
+def test_block_table_that_is_told_wrong_ends_its_request() -> None:
+    """The worker reads another request's block, though the manager gave out the right one."""
+    server = started(16)
+    tell = server.scheduler._make_cached_request_data
+    changed = []
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        data = tell(*args, **kwargs)
+        if "1" in data.req_ids and not changed:
+            i = data.req_ids.index("1")
+            if data.new_block_ids[i] is not None:
+                changed.append(i)
+                data.new_block_ids[i] = ([server.blocks("2")[2].block_id],)
+        return data
+
+    server.scheduler._make_cached_request_data = wrong
+    server.run()
+    assert changed
+    assert server.aborted() == {"1"}
+    assert server.violations() == {"table": 1}
+    assert server.streamed["1"] == answers(server.prompts["1"], len(server.streamed["1"]))
 
 
 def test_double_free_is_counted_and_its_block_withheld() -> None:
