@@ -8,6 +8,8 @@ something else than it would alone.
 from __future__ import annotations
 
 import inspect
+import multiprocessing
+import os
 import random
 import re
 import subprocess
@@ -15,6 +17,7 @@ import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,6 +128,7 @@ class Server:
         core: str = "python",
         disable: bool = False,
         chunk: int = 64,
+        groups: Sequence[Any] = (),
     ) -> None:
         common = {"dtype": torch.bfloat16, "device": "cpu", "need_sort": False}
         size, self.page_size, self.chunk = pages * page_size, page_size, chunk
@@ -145,7 +149,7 @@ class Server:
                 tree_core_backend=core,
             )
         )
-        self.guard: Any = mode and plugin.attach(mode, self.allocator, self.table)
+        self.guard: Any = mode and plugin.attach(mode, self.allocator, self.table, groups)
         self.kv = torch.zeros(size + page_size, dtype=torch.int64)
         self.sampled = torch.zeros(ROWS + 1, dtype=torch.int64)
         self.model_config = SimpleNamespace(
@@ -352,27 +356,25 @@ def test_ordinary_traffic_raises_no_alarm(
     server = Server(page_size, pages, mode="raise", core=core, disable=disable)
     assert type(server.cache.tree_core).__name__.lower().startswith(("rust", "unified"))
     chance = random.Random(page_size)
-    for i, prompt in enumerate(prompts(page_size, 260, max(60, 2 * page_size))):
+    for i, prompt in enumerate(prompts(page_size, 1200, max(60, 2 * page_size))):
         server.submit(str(i), prompt, chance.randint(1, 40))
         for _ in range(chance.randint(1, 4)):
             server.step()
     server.run()
     retracted = sum(req.retraction_count for req in server.ended.values())
-    assert len(server.ended) == 260
+    assert len(server.ended) == 1200
     assert right(server) == set(server.streamed)
     assert violations(server) == {}
     metrics = server.guard.tracker.metrics()
-    assert metrics["checks"] == metrics["steps"] > 500
+    assert metrics["checks"] == metrics["steps"] > 2500
     assert retracted > 0
     if not disable:
         assert sum(req.cached_tokens for req in server.ended.values()) > 1000
 
 
-def started(
-    page_size: int, *, count: int = 4, core: str = "python", mode: Mode = "abort"
-) -> Server:
+def started(page_size: int, *, count: int = 4, **options: Any) -> Server:
     """A server whose requests, with a shared beginning, are all being decoded."""
-    server = Server(page_size, 2400 // page_size + 16, core=core, mode=mode)
+    server = Server(page_size, 2400 // page_size + 16, **options)
     stem = [(7 * i) % VOCABULARY for i in range(2 * page_size + 3)]
     for i in range(count):
         server.submit(str(i), [*stem, 100 + i, *range(i)], 3 * page_size + 20)
@@ -620,6 +622,44 @@ def test_nothing_of_a_bad_prompt_is_cached(page_size: int) -> None:
     )
 
 
+def rank(rank: int, folder: Path, results: Any) -> None:
+    """One of two ranks of tensor parallelism. The second has a page table that is wrong."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = f"file://{folder / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    server = started(64, groups=[torch.distributed.group.WORLD])
+    if rank == 1:
+        change_table(server)
+    server.run()
+    free = server.allocator.available_size() + server.cache.evictable_size()
+    results.put((rank, aborted(server), server.streamed, right(server), server.steps, free))
+    torch.distributed.destroy_process_group()
+
+
+def test_ranks_end_the_same_requests(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    ranks = [context.Process(target=rank, args=(i, tmp_path, results)) for i in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+        process.kill()
+        assert process.exitcode == 0, "a rank that waits for the other"
+    first, second = sorted(results.get() for _ in ranks)
+    assert first[1:] == second[1:]
+    _, bad, _, sound, _, free = first
+    assert bad == {"1"}
+    assert sound == {"0", "1", "2", "3"}
+    assert free == 2400 // 64 * 64 + 16 * 64
+
+
+def test_ranks_that_run_the_same_scheduler() -> None:
+    alone, several = SimpleNamespace(world_size=1), SimpleNamespace(world_size=4, device_group="g")
+    assert plugin.replicas(scheduler()) == []
+    assert plugin.replicas(scheduler(attn_tp_group=several, attn_cp_group=alone)) == ["g"]
+
+
 def test_bad_request_is_logged_and_goes_on_in_mode_log() -> None:
     server = started(64, mode="log")
     change_table(server)
@@ -698,6 +738,8 @@ def scheduler(**changes: Any) -> Any:
         "is_hybrid_swa": False,
         "is_hybrid_ssm": False,
         "page_size": 64,
+        "attn_tp_group": SimpleNamespace(world_size=1),
+        "attn_cp_group": SimpleNamespace(world_size=1),
     }
     return SimpleNamespace(**(plain | changes))
 

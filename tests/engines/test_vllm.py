@@ -125,7 +125,7 @@ class Server:
         os.environ["HALFBYTE_KV_INTEGRITY"] = mode
         self.scheduler = scheduler(blocks, block_size, FullAttentionSpec)
         self.pool = self.scheduler.kv_cache_manager.block_pool
-        self.guard = plugin._guards[self.pool]
+        self.guard: Any = plugin.guard_of(self.pool)
         self.block_size = block_size
         self.kv = torch.zeros(blocks, block_size, dtype=torch.int64)
         self.tables: dict[str, list[int]] = {}
@@ -212,20 +212,20 @@ def test_ordinary_traffic_raises_no_alarm(blocks: int, block_size: int) -> None:
         return [chance.randrange(VOCABULARY) for _ in range(length)]
 
     stems = [tokens(60) for _ in range(3)]
-    for i in range(250):
+    for i in range(1500):
         prompt = chance.choice(stems)[: chance.randrange(61)] + tokens(chance.randint(3, 30))
         server.submit(str(i), prompt, chance.randint(1, 40))
         for _ in range(chance.randint(1, 4)):
             server.step()
-        if i == 125:
+        if i == 750:
             server.run()
             assert server.pool.reset_prefix_cache()
     server.run()
-    assert len(server.ended) == 250
+    assert len(server.ended) == 1500
     assert server.right() == set(server.streamed)
     assert server.violations() == {}
     metrics = server.guard.tracker.metrics()
-    assert metrics["checks"] == metrics["steps"] > 500
+    assert metrics["checks"] == metrics["steps"] > 3000
     assert server.hits > 500
     assert server.preemptions > 0
 
@@ -307,6 +307,29 @@ def test_hash_that_outlives_its_block_fails_whoever_hits_it(block_size: int) -> 
     assert server.right() == set(server.streamed)
 
 
+def test_block_table_that_is_told_wrong_ends_its_request() -> None:
+    """The worker reads another request's block, though the manager gave out the right one."""
+    server = started(16)
+    tell = server.scheduler._make_cached_request_data
+    changed = []
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        data = tell(*args, **kwargs)
+        if "1" in data.req_ids and not changed:
+            i = data.req_ids.index("1")
+            if data.new_block_ids[i] is not None:
+                changed.append(i)
+                data.new_block_ids[i] = ([server.blocks("2")[2].block_id],)
+        return data
+
+    server.scheduler._make_cached_request_data = wrong
+    server.run()
+    assert changed
+    assert server.aborted() == {"1"}
+    assert server.violations() == {"table": 1}
+    assert server.streamed["1"] == answers(server.prompts["1"], len(server.streamed["1"]))
+
+
 def test_double_free_is_counted_and_its_block_withheld() -> None:
     server = Server(40, 16)
     blocks = server.pool.get_new_blocks(2)
@@ -353,11 +376,11 @@ def test_what_is_not_known_is_refused(caplog: pytest.LogCaptureFixture) -> None:
 
     pool = Other(40, True, 16)
     with pytest.raises(IntegrityError, match="does not know Other"):
-        plugin.attach("abort", pool, requests=4, blocks_per_request=9)
+        plugin.attach("abort", pool, block_size=16)
     plain = BlockPool(40, True, 16)
     plain.get_new_blocks(3)
     with pytest.raises(IntegrityError, match="3 of 40 KV blocks are in use already"):
-        plugin.attach("abort", plain, requests=4, blocks_per_request=9)
+        plugin.attach("abort", plain, block_size=16)
 
 
 INSTALLATION = """

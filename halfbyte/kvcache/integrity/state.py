@@ -1,7 +1,7 @@
 """What the tracker knows of a pool, as tensors on the pool's device, and how verdicts are written.
 
 Everything that reads or changes it is in `reference` (plain torch) and `fused` (Triton), which are
-equal; `page_tags` is the host's side.
+equal; `page_tags` is the host's side. `host` keeps the same in plain Python.
 """
 
 from __future__ import annotations

@@ -10,6 +10,9 @@ those whose KV could not be loaded: with status 500, without this step's token, 
 enter the prefix cache; what a chunk of a prompt leaves does so only when the last chunk's verdict
 has come.
 
+Ranks of tensor parallelism run the same scheduler, each on its own page table. Their verdicts are
+reduced to the worst, so all of them end the same requests.
+
 Not covered, and refused when the server starts: `unsupported`. Rows of beam searches are left out
 of the check.
 """
@@ -27,6 +30,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from halfbyte.errors import IntegrityError
+from halfbyte.kvcache.integrity.findings import COUNTERS
 from halfbyte.kvcache.integrity.state import Layout
 from halfbyte.kvcache.integrity.tracker import Mode, Violation, open_tracker
 from halfbyte.kvcache.plugins.hooks import (
@@ -48,9 +52,9 @@ POOLS = ("DSATokenToKVPool", "MHATokenToKVPool", "MLATokenToKVPool")
 class Guard:
     """The tracker of one pool, and what the hooks know besides."""
 
-    def __init__(self, mode: Mode, allocator: Any, table: Any) -> None:
+    def __init__(self, mode: Mode, allocator: Any, table: Any, groups: Sequence[Any]) -> None:
         self.page_size: int = allocator.page_size
-        self._allocator, self._table = allocator, table
+        self._allocator, self._table, self._groups = allocator, table, groups
         rows, tokens = table.req_to_token.shape
         layout = Layout(
             pages=allocator.size // self.page_size + 1,
@@ -122,7 +126,13 @@ class Guard:
         lengths = batch.seq_lens[: len(batch.reqs)]
         slots = batch.out_cache_loc[: len(batch.reqs)] if batch.forward_mode.is_decode() else None
         self.tracker.check(rows, lengths, self._table.req_to_token, slots, generations)
-        return self.tracker.report(rows, generations)
+        report = self.tracker.report(rows, generations)
+        for group in self._groups:
+            # The least verdict is the first bad page. Counters stay each rank's own.
+            torch.distributed.all_reduce(
+                report[COUNTERS:], op=torch.distributed.ReduceOp.MIN, group=group
+            )
+        return report
 
     def settle(self, reqs: Sequence[Any], report: torch.Tensor) -> Sequence[Violation]:
         """The violations whose requests are to be ended."""
@@ -150,8 +160,9 @@ _guards: WeakKeyDictionary[Any, Guard] = WeakKeyDictionary()
 """By allocator and by page table."""
 
 
-def attach(mode: Mode, allocator: Any, table: Any) -> Guard:
+def attach(mode: Mode, allocator: Any, table: Any, groups: Sequence[Any] = ()) -> Guard:
     """Tracks the pages of `allocator` and the rows of `table` from now on; nothing may be in use.
+    `groups` are torch's process groups of those ranks that run the same scheduler.
 
     Raises IntegrityError for an allocator or a pool that is not known, and if pages are in use.
     """
@@ -165,7 +176,7 @@ def attach(mode: Mode, allocator: Any, table: Any) -> Guard:
     total = allocator.size // allocator.page_size * allocator.page_size
     if used := total - allocator.available_size():
         raise IntegrityError(f"{used} of {total} tokens of the KV pool are in use already")
-    guard = Guard(mode, allocator, table)
+    guard = Guard(mode, allocator, table, groups)
     _guards[allocator] = _guards[table] = guard
     return guard
 
@@ -414,13 +425,20 @@ def _starting(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs
                 hint="leave these out, or set HALFBYTE_KV_INTEGRITY=off",
             )
         allocator, table = scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool
-        attach(mode, allocator, table)
+        attach(mode, allocator, table, replicas(scheduler))
         logger.info(
             "kv-integrity mode=%s engine=%s pool=%s pages=%d page_size=%d requests=%d hooks=%d",
             mode, _engine(), type(allocator.get_kvcache()).__name__,
             allocator.size // allocator.page_size, allocator.page_size,
             table.req_to_token.shape[0] - 1, len(HOOKS),
         )  # fmt: skip
+
+
+def replicas(scheduler: Any) -> Sequence[Any]:
+    """The process groups of the ranks that run this scheduler too. Under data-parallel attention
+    these are not all ranks of tensor parallelism."""
+    groups = (scheduler.attn_tp_group, scheduler.attn_cp_group)
+    return [group.device_group for group in groups if group.world_size > 1]
 
 
 def unsupported(scheduler: Any) -> list[str]:

@@ -1,9 +1,9 @@
 """KV-cache integrity in vLLM 0.33.0, by hooks on its block pool and its scheduler.
 
-vLLM keeps its books on the host, so the tracker's tensors lie there, and a page is a block. A block
+vLLM keeps its books on the host, so the tracker is `HostTracker`, and a page is a block. A block
 counts as in use as long as a request or the prefix cache has it: one in the free queue that has a
-hash becomes free when it loses that. The page table that a step is checked against is what the
-scheduler tells the workers to have, added up from its outputs.
+hash becomes free when it loses that. Of the page table, what the scheduler newly tells the workers
+is held against what the manager gave the request. No hook runs for a request without news.
 
 Each step is checked when it is scheduled. When its result comes, a bad request is ended with
 FINISHED_ERROR, without this step's token.
@@ -17,18 +17,16 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
-from weakref import WeakKeyDictionary
-
-import torch
 
 from halfbyte.errors import IntegrityError
-from halfbyte.kvcache.integrity.state import Layout
-from halfbyte.kvcache.integrity.tracker import Mode, Violation, open_tracker
+from halfbyte.kvcache.integrity.host import HostTracker
+from halfbyte.kvcache.integrity.state import QUARANTINED
+from halfbyte.kvcache.integrity.tracker import Mode, Violation
 from halfbyte.kvcache.plugins.hooks import (
     Hook,
-    PrefixTags,
     check_installed,
     check_targets,
     is_installed,
@@ -43,79 +41,82 @@ SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
 """Layers whose blocks one request owns or the prefix cache holds."""
 
 
+@dataclass(slots=True)
+class Held:
+    """What a request has."""
+
+    row: int
+    """Of the tracker."""
+    given: int
+    """How many blocks."""
+    cached: list[int] = field(default_factory=list)
+    """The blocks that it has put into the prefix cache."""
+
+
 class Guard:
     """The tracker of one block pool, and what the hooks know besides."""
 
-    def __init__(self, mode: Mode, pool: Any, requests: int, blocks_per_request: int) -> None:
-        # Row 0 is for nobody.
-        layout = Layout(
-            pages=pool.num_gpu_blocks,
-            page_size=1,
-            rows=requests + 1,
-            pages_per_row=blocks_per_request,
-            table_holds_slots=False,
-        )
+    def __init__(self, mode: Mode, pool: Any, block_size: int) -> None:
         self.mode = mode
-        self._pool = pool
-        self.tracker = open_tracker(mode, layout, "cpu")
-        self.prefix = PrefixTags(layout.pages, "cpu")
-        self._rows: dict[str, int] = {}
-        self._free_rows = list(range(1, layout.rows))
-        self._given = [0] * layout.rows
-        """How many blocks each row was given."""
-        self._table = torch.zeros(layout.rows, blocks_per_request, dtype=torch.int32)
-        self._told = [0] * layout.rows
-        """How many blocks of each row the workers know."""
-        self.cached: list[list[int]] = [[] for _ in range(layout.rows)]
-        """The blocks that each row's request has put into the prefix cache."""
-        self._steps: deque[tuple[Any, torch.Tensor, list[str], list[int]]] = deque()
+        self._pool, self._block_size = pool, block_size
+        self.tracker = HostTracker(mode, pool.num_gpu_blocks)
+        self.prefix = [0] * pool.num_gpu_blocks
+        """The tag under which the prefix cache was given each block; 0 where it has none."""
+        self.requests: dict[str, Held] = {}
+        self._batch: tuple[list[str], list[int]] = [], []
+        """The requests of the last step and their rows, unless one has come or gone since."""
+        self._steps: deque[tuple[Any, Sequence[int], list[str], list[int]]] = deque()
         self.uncached: list[int] | None = None
         """Blocks that have lost their hash and are in no request, while these are collected."""
         self.freeable: set[int] | None = None
         """The blocks that the request which is being ended may give back; None for all."""
-        self._quarantined = 0
 
-    def row(self, request_id: str) -> int | None:
-        return self._rows.get(request_id)
+    def extend(self, request: Any, blocks: Sequence[Any], hits: int) -> Held:
+        """A request has `blocks` now; those that it was not given before are new. If it is unknown,
+        the prefix cache found the first `hits`."""
+        held = self.requests.get(request.request_id)
+        if held is None:
+            held = self._bind(request, blocks[:hits])
+        if held.given < len(blocks):
+            self.tracker.extend(held.row, [block.block_id for block in blocks[held.given :]])
+            held.given = len(blocks)
+        return held
 
-    def bind(self, request_id: str) -> int:
-        if not self._free_rows:
-            raise IntegrityError(
-                f"more than {len(self._given) - 1} requests have KV blocks at once",
-                hint="HALFBYTE_KV_INTEGRITY=off runs the server without KV-cache integrity",
-            )
-        row = self._rows[request_id] = self._free_rows.pop()
-        self._given[row] = self._told[row] = 0
-        self.cached[row] = []
-        self.tracker.bind(torch.tensor([row]))
-        return row
+    def _bind(self, request: Any, found: Sequence[Any]) -> Held:
+        held = Held(self.tracker.bind(), given=len(found))
+        self.requests[request.request_id] = held
+        self._batch = [], []
+        if found:
+            hashes = _hashes(self._pool, request, self._block_size, len(found))
+            pages = [block.block_id for block in found]
+            # A block that is cached for something else by now has no tag for this.
+            tags = [
+                self.prefix[block.block_id] if block.block_hash == key else 0
+                for block, key in zip(found, hashes, strict=True)
+            ]
+            self.tracker.expect_prefix(held.row, pages, tags)
+        return held
 
     def unbind(self, request_id: str) -> None:
-        row = self._rows.pop(request_id, None)
-        if row is not None:
-            self.tracker.unbind(torch.tensor([row]))
-            self._free_rows.append(row)
+        if held := self.requests.pop(request_id, None):
+            self.tracker.unbind(held.row)
+            self._batch = [], []
 
-    def hit(self, row: int, blocks: Sequence[Any], hashes: Sequence[Any]) -> None:
-        """A new request begins with `blocks` that the prefix cache found by `hashes`."""
-        pages = _ids(blocks)
-        # A block that is cached for something else by now has no tag for this.
-        same = [block.block_hash == key for block, key in zip(blocks, hashes, strict=True)]
-        tags = torch.where(torch.tensor(same), self.prefix.of(pages), 0)
-        self.tracker.expect_prefix(torch.tensor([row]), pages, tags)
-        self._given[row] = len(pages)
-
-    def extend(self, row: int, blocks: Sequence[Any]) -> None:
-        """A request has `blocks` now; those that it was not given before are new."""
-        if new := blocks[self._given[row] :]:
-            lengths = torch.tensor([len(blocks)])
-            self.tracker.extend(torch.tensor([row]), lengths, _ids(new))
-            self._given[row] = len(blocks)
+    def cache(self, request: Any, blocks: Sequence[Any], start: int, stop: int) -> None:
+        """The blocks `start` to `stop` of a request have gone into the prefix cache. It has no
+        other before these but those of its hits."""
+        held = self.extend(request, blocks, hits=start)
+        tags = self.tracker.share(held.row, start, stop)
+        for block, tag in zip(blocks[start:stop], tags, strict=True):
+            page = block.block_id
+            # What is cached for two texts is out of date for one of them: it fits neither.
+            self.prefix[page] = QUARANTINED if self.prefix[page] else tag
+            held.cached.append(page)
 
     def release(self, block_ids: Sequence[int]) -> None:
-        if block_ids:
-            self.tracker.release(torch.tensor(block_ids))
-            self._purge()
+        self.tracker.release(block_ids)
+        if self.tracker.quarantined:
+            self._withhold(self._pool.blocks[block_id] for block_id in block_ids)
 
     def withhold(self, block: Any) -> None:
         """Takes a block that was freed twice out of the free queue and the prefix cache."""
@@ -124,30 +125,38 @@ class Guard:
                 self._pool.free_block_queue.remove(block)
             self._pool.evict_blocks({block.block_id})
 
-    def check(self, output: Any) -> None:
-        """A step is scheduled."""
-        for request in output.scheduled_new_reqs:
-            self._tell(request.req_id, request.block_ids[0], anew=True)
-        cached = output.scheduled_cached_reqs
-        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if block_ids is not None:
-                self._tell(request_id, block_ids[0], anew=request_id in cached.resumed_req_ids)
-        ids = list(output.num_scheduled_tokens)
-        if not ids:
-            return
-        rows = [self._rows[request_id] for request_id in ids]
-        lengths = [self._told[row] for row in rows]
-        at = torch.tensor(rows)
-        generations = self.tracker.generations(at)
-        table = self._table[:, : max(lengths)]
-        self.tracker.check(at, torch.tensor(lengths), table, None, generations)
-        self._steps.append((output, self.tracker.report(at, generations), ids, rows))
+    def _withhold(self, blocks: Iterable[Any]) -> None:
+        """Takes those of `blocks` that are in quarantine out of the free queue."""
+        for block in blocks:
+            queued = block.next_free_block is not None
+            if self.mode != "log" and queued and not self.tracker.is_usable(block.block_id):
+                self._pool.free_block_queue.remove(block)
 
-    def _tell(self, request_id: str, block_ids: Sequence[int], *, anew: bool) -> None:
-        row = self._rows[request_id]
-        start = 0 if anew else self._told[row]
-        self._told[row] = start + len(block_ids)
-        self._table[row, start : self._told[row]] = torch.tensor(block_ids, dtype=torch.int32)
+    def check(self, scheduler: Any, output: Any) -> None:
+        """A step is scheduled. Of requests with new blocks, what they were given is taken from the
+        manager, and what the workers are told from the scheduler's output."""
+        for new in output.scheduled_new_reqs:
+            self._tell(scheduler, new.req_id, new.num_computed_tokens, new.block_ids, anew=True)
+        cached = output.scheduled_cached_reqs
+        for i, block_ids in enumerate(cached.new_block_ids):
+            if block_ids is not None:
+                name, computed = cached.req_ids[i], cached.num_computed_tokens[i]
+                anew = name in cached.resumed_req_ids
+                self._tell(scheduler, name, computed, block_ids, anew=anew)
+        ids = list(output.num_scheduled_tokens)
+        if ids:
+            if ids != self._batch[0]:
+                self._batch = ids, [self.requests[request_id].row for request_id in ids]
+            rows = self._batch[1]
+            self._steps.append((output, self.tracker.check(rows), ids, rows))
+
+    def _tell(
+        self, scheduler: Any, name: str, computed: int, block_ids: Sequence[list[int]], anew: bool
+    ) -> None:
+        manager = scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+        blocks = manager.req_to_blocks[name]
+        held = self.extend(scheduler.requests[name], blocks, computed // self._block_size)
+        self.tracker.tell(held.row, block_ids[0], anew=anew)
 
     def settle(self, output: Any) -> Sequence[tuple[str, Violation]]:
         """The requests that are to be ended when the result of `output` comes."""
@@ -161,41 +170,20 @@ class Guard:
             logger.error("kv-integrity unchecked: %s", text)
             return ()
         _, report, ids, rows = self._steps.popleft()
-        # Since then a request may have ended, or lost its blocks and got others.
-        current = [
-            row if self._rows.get(request_id) == row else None
-            for request_id, row in zip(ids, rows, strict=True)
-        ]
-        violations = self.tracker.settle(report, current)
-        self._quarantined = self.tracker.metrics()["quarantined_pages"]
-        self._purge()
+        violations = self.tracker.settle(report, rows)
         return [(ids[v.position], v) for v in violations if self.mode == "abort"]
 
-    def _purge(self) -> None:
-        """Takes blocks in quarantine out of the free queue."""
-        if not self._quarantined or self.mode == "log":
-            return
-        queue = self._pool.free_block_queue
-        free = queue.get_all_free_blocks()
-        usable = set(self.tracker.usable(_ids(free)).tolist())
-        for block in free:
-            if block.block_id not in usable:
-                queue.remove(block)
+
+def guard_of(pool: Any) -> Guard | None:
+    """Kept with the pool: looking it up elsewhere would be a good part of a hook's time."""
+    guard: Guard | None = getattr(pool, "halfbyte_guard", None)
+    return guard
 
 
-def _ids(blocks: Iterable[Any]) -> torch.Tensor:
-    return torch.tensor([block.block_id for block in blocks], dtype=torch.int32)
+def attach(mode: Mode, pool: Any, *, block_size: int) -> Guard:
+    """Tracks the blocks of `pool`, of `block_size` tokens each, from now on; nothing may be in use.
 
-
-_guards: WeakKeyDictionary[Any, Guard] = WeakKeyDictionary()
-"""By block pool."""
-
-
-def attach(mode: Mode, pool: Any, *, requests: int, blocks_per_request: int) -> Guard:
-    """Tracks the blocks of `pool` from now on; nothing may be in use.
-
-    `requests` have blocks at once, at most, and `blocks_per_request` each. Raises IntegrityError
-    for a pool that is not known, and if blocks are in use.
+    Raises IntegrityError for a pool that is not known, and if blocks are in use.
     """
     if type(pool).__name__ != "BlockPool":
         raise IntegrityError(
@@ -205,22 +193,22 @@ def attach(mode: Mode, pool: Any, *, requests: int, blocks_per_request: int) -> 
     used = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
     if used:
         raise IntegrityError(f"{used} of {pool.num_gpu_blocks} KV blocks are in use already")
-    _guards[pool] = guard = Guard(mode, pool, requests, blocks_per_request)
+    guard = pool.halfbyte_guard = Guard(mode, pool, block_size)
     return guard
 
 
 def _acquiring(original: Callable[..., Any], pool: Any, num_blocks: int) -> Any:
-    guard = _guards.get(pool)
+    guard = guard_of(pool)
     if guard is None:
         return original(pool, num_blocks)
     blocks = _releasing_uncached(guard, lambda: original(pool, num_blocks))
     if blocks:
-        guard.tracker.acquire(_ids(blocks))
+        guard.tracker.acquire([block.block_id for block in blocks])
     return blocks
 
 
 def _evicting(original: Callable[..., Any], pool: Any, block_ids: set[int]) -> None:
-    if guard := _guards.get(pool):
+    if guard := guard_of(pool):
         _releasing_uncached(guard, lambda: original(pool, block_ids))
     else:
         original(pool, block_ids)
@@ -237,10 +225,10 @@ def _releasing_uncached(guard: Guard, call: Callable[[], Any]) -> Any:
 
 
 def _uncaching(original: Callable[..., Any], pool: Any, block: Any) -> Any:
-    guard, cached = _guards.get(pool), block.block_hash is not None
+    guard, cached = guard_of(pool), block.block_hash is not None
     removed = original(pool, block)
     if guard is not None and cached:
-        guard.prefix.drop(torch.tensor([block.block_id]))
+        guard.prefix[block.block_id] = 0
         if block.ref_cnt == 0:
             if guard.uncached is None:
                 guard.release([block.block_id])
@@ -250,7 +238,7 @@ def _uncaching(original: Callable[..., Any], pool: Any, block: Any) -> Any:
 
 
 def _freeing(original: Callable[..., Any], pool: Any, ordered_blocks: Iterable[Any]) -> None:
-    guard = _guards.get(pool)
+    guard = guard_of(pool)
     if guard is None:
         original(pool, ordered_blocks)
         return
@@ -272,11 +260,11 @@ def _freeing(original: Callable[..., Any], pool: Any, ordered_blocks: Iterable[A
 
 
 def _resetting(original: Callable[..., Any], pool: Any) -> bool:
-    guard = _guards.get(pool)
+    guard = guard_of(pool)
     cached = [block.block_id for block in pool.blocks if block.block_hash is not None]
     done: bool = original(pool)
     if guard is not None and done:
-        guard.prefix.clear()
+        guard.prefix = [0] * len(guard.prefix)
         guard.release(cached)
     return done
 
@@ -292,71 +280,37 @@ def _caching(
     **kwargs: Any,
 ) -> None:
     original(pool, request, blocks, num_cached_blocks, num_full_blocks, *args, **kwargs)
-    guard = _guards.get(pool)
-    row = None if guard is None else guard.row(request.request_id)
-    if guard is not None and row is not None and num_cached_blocks < num_full_blocks:
-        guard.extend(row, blocks)
-        tags = guard.tracker.share(row, num_cached_blocks, num_full_blocks)
-        pages = _ids(blocks[num_cached_blocks:num_full_blocks])
-        guard.prefix.put(pages, tags)
-        guard.cached[row] += pages.tolist()
+    guard = guard_of(pool)
+    if guard is not None and num_cached_blocks < num_full_blocks:
+        guard.cache(request, blocks, num_cached_blocks, num_full_blocks)
 
 
-def _allocating(
-    original: Callable[..., Any],
-    manager: Any,
-    request: Any,
-    num_new_tokens: int,
-    num_new_computed_tokens: int = 0,
-    new_computed_blocks: Any = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    guard = _guards.get(manager.block_pool)
-    arguments = (request, num_new_tokens, num_new_computed_tokens, new_computed_blocks, *args)
-    if guard is None:
-        return original(manager, *arguments, **kwargs)
-    row, is_new = guard.row(request.request_id), False
-    if row is None:
-        row, is_new = guard.bind(request.request_id), True
-        if new_computed_blocks is not None and new_computed_blocks.blocks[0]:
-            found = new_computed_blocks.blocks[0]
-            guard.hit(row, found, _hashes(manager, request, len(found)))
-    result = original(manager, *arguments, **kwargs)
-    if result is not None:
-        guard.extend(row, manager.coordinator.get_blocks(request.request_id)[0])
-    elif is_new:
-        guard.unbind(request.request_id)
-    return result
-
-
-def _hashes(manager: Any, request: Any, count: int) -> list[Any]:
-    """Under which the first blocks of a request are cached."""
+def _hashes(pool: Any, request: Any, size: int, count: int) -> Sequence[Any]:
+    """Under which the first `count` blocks of a request are cached, `size` tokens each."""
     from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_block_hashes
 
-    size = manager.coordinator.single_type_managers[0].block_size
-    hashes = resolve_block_hashes(request.block_hashes, manager.block_pool.hash_block_size, size)
+    hashes = resolve_block_hashes(request.block_hashes, pool.hash_block_size, size)
     return [make_block_hash_with_group_id(hashes[i], 0) for i in range(count)]
 
 
 def _ending(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    result = original(manager, request)
-    if guard := _guards.get(manager.block_pool):
+    # First, since what a request gives back itself is not taken from it.
+    if guard := guard_of(manager.block_pool):
         guard.unbind(request.request_id)
-    return result
+    return original(manager, request)
 
 
 def _scheduling(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     output = original(scheduler, *args, **kwargs)
-    if guard := _guards.get(scheduler.kv_cache_manager.block_pool):
-        guard.check(output)
+    if guard := guard_of(scheduler.kv_cache_manager.block_pool):
+        guard.check(scheduler, output)
     return output
 
 
 def _updating(
     original: Callable[..., Any], scheduler: Any, scheduler_output: Any, model_runner_output: Any
 ) -> Any:
-    guard = _guards.get(scheduler.kv_cache_manager.block_pool)
+    guard = guard_of(scheduler.kv_cache_manager.block_pool)
     ended: list[Any] = []
     if guard is not None:
         for request_id, violation in guard.settle(scheduler_output):
@@ -384,9 +338,7 @@ def _abort(scheduler: Any, guard: Guard, request_id: str, violation: Violation) 
     """
     from vllm.v1.request import RequestStatus
 
-    row = guard.row(request_id)
-    if row is not None:
-        scheduler.kv_cache_manager.evict_blocks(set(guard.cached[row]))
+    scheduler.kv_cache_manager.evict_blocks(set(guard.requests[request_id].cached))
     guard.freeable = set(guard.tracker.abort(violation).sound_pages.tolist())
     try:
         ended: Sequence[Any] = scheduler.finish_requests(request_id, RequestStatus.FINISHED_ERROR)
@@ -406,13 +358,11 @@ def _starting(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs
                 hint="leave these out, or set HALFBYTE_KV_INTEGRITY=off",
             )
         pool = scheduler.kv_cache_manager.block_pool
-        tokens = scheduler.max_model_len + scheduler.num_lookahead_tokens
-        requests = 2 * scheduler.max_num_running_reqs
-        per_request = min(pool.num_gpu_blocks, -(-tokens // scheduler.block_size) + 1)
-        attach(mode, pool, requests=requests, blocks_per_request=per_request)
+        attach(mode, pool, block_size=scheduler.block_size)
         logger.info(
             "kv-integrity mode=%s engine=%s blocks=%d block_size=%d requests=%d hooks=%d",
-            mode, _engine(), pool.num_gpu_blocks - 1, scheduler.block_size, requests, len(HOOKS),
+            mode, _engine(), pool.num_gpu_blocks - 1, scheduler.block_size,
+            scheduler.max_num_running_reqs, len(HOOKS),
         )  # fmt: skip
 
 
@@ -446,13 +396,6 @@ HOOKS = (
         "self request blocks num_cached_blocks num_full_blocks block_size kv_cache_group_id "
         "block_mask",
         _caching,
-    ),
-    Hook(
-        f"{_MANAGER}.allocate_slots",
-        "self request num_new_tokens num_new_computed_tokens new_computed_blocks "
-        "num_lookahead_tokens num_external_computed_tokens delay_cache_blocks num_encoder_tokens "
-        "full_sequence_must_fit reserved_blocks has_scheduled_reqs skip_zeroing_group_ids",
-        _allocating,
     ),
     Hook(f"{_MANAGER}.free", "self request", _ending),
     Hook(f"{_MANAGER}.pop_blocks_for_free", "self request", _ending),
