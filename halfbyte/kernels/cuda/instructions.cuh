@@ -191,14 +191,11 @@ __device__ __forceinline__ Cluster this_cluster() {
     return {static_cast<int>(blockIdx.y), static_cast<int>(gridDim.y)};
 }
 
-__device__ __forceinline__ void synchronize(Cluster cluster) {
+// All threads of a cluster of several programs.
+__device__ __forceinline__ void synchronize(Cluster) {
 #if HOPPER
-    if (cluster.size > 1) {
-        asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-        return;
-    }
+    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 #endif
-    __syncthreads();
 }
 
 // Numbers in the shared memory of program `rank` of the cluster, at the place they have here.

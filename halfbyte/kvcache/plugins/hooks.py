@@ -10,7 +10,7 @@ import functools
 import inspect
 import logging
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,15 @@ def check_installed(hooks: Iterable[Hook], engine: str) -> None:
         raise IntegrityError(
             f"{engine}: hooks are not in place: {', '.join(missing)}",
             hint="another plugin may replace these; SGLANG_PLUGINS and VLLM_PLUGINS choose plugins",
+        )
+
+
+def require_covered(unsupported: Sequence[str]) -> None:
+    """Raises IntegrityError for what an engine does that hooks do not see, if it does any."""
+    if unsupported:
+        raise IntegrityError(
+            f"KV-cache integrity does not cover {', '.join(unsupported)}",
+            hint="leave these out, or set HALFBYTE_KV_INTEGRITY=off",
         )
 
 

@@ -39,6 +39,7 @@ from halfbyte.kvcache.plugins.hooks import (
     check_installed,
     check_targets,
     read_mode,
+    require_covered,
     stops_the_server,
 )
 
@@ -419,11 +420,7 @@ def _starting(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs
     mode = read_mode()
     with stops_the_server(mode):
         check_installed(HOOKS, _engine())
-        if reasons := unsupported(scheduler):
-            raise IntegrityError(
-                f"KV-cache integrity does not cover {', '.join(reasons)}",
-                hint="leave these out, or set HALFBYTE_KV_INTEGRITY=off",
-            )
+        require_covered(unsupported(scheduler))
         allocator, table = scheduler.token_to_kv_pool_allocator, scheduler.req_to_token_pool
         attach(mode, allocator, table, replicas(scheduler))
         logger.info(

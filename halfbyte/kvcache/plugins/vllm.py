@@ -32,6 +32,7 @@ from halfbyte.kvcache.plugins.hooks import (
     is_installed,
     put_in_place,
     read_mode,
+    require_covered,
     stops_the_server,
 )
 
@@ -352,11 +353,7 @@ def _starting(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs
     mode = read_mode()
     with stops_the_server(mode):
         check_installed(HOOKS, _engine())
-        if reasons := unsupported(scheduler):
-            raise IntegrityError(
-                f"KV-cache integrity does not cover {', '.join(reasons)}",
-                hint="leave these out, or set HALFBYTE_KV_INTEGRITY=off",
-            )
+        require_covered(unsupported(scheduler))
         pool = scheduler.kv_cache_manager.block_pool
         attach(mode, pool, block_size=scheduler.block_size)
         logger.info(
