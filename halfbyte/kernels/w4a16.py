@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,8 +23,7 @@ _ELEMENTS = {torch.bfloat16: "Element::bfloat16", torch.float16: "Element::float
 _ENTRIES = {"dense": "DENSE", "gate_up": "GATE_UP", "down": "DOWN"}
 
 
-@dataclass(frozen=True)
-class Packed:
+class Packed(NamedTuple):
     """An INT4 weight [..., N, K] as stored: int32 [..., N, K/8] and bfloat16 [..., N, groups]."""
 
     codes: torch.Tensor

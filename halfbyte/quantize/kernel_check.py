@@ -30,13 +30,13 @@ from halfbyte.formats import int4
 from halfbyte.formats.shards import ShardReader
 from halfbyte.formats.weights import layer_index
 from halfbyte.kernels import reference
+from halfbyte.kernels.w4a16 import Packed, usable
 from halfbyte.progress import Progress
 from halfbyte.quantize.products import (
     DTYPE,
     TOKENS,
     Judged,
     Linear,
-    Packed,
     Routed,
     Together,
     Width,
@@ -307,7 +307,7 @@ class _Checker:
         linear = Linear(Packed(parts["weight_packed"], scales), weight)
         x = inputs.to(DTYPE).contiguous()
         judged, y = linear.judged(x)
-        check = self._check(module, stored.shape, linear.stored.by_kernel, reached_by, judged)
+        check = self._check(module, stored.shape, usable(linear.stored), reached_by, judged)
         found, reported = self._against_source(name, x, y, real=reached_by is not None)
         self.linears.append(replace(check, output_error=found, reported_error=reported))
         self.progress.advance(stored.nbytes)

@@ -22,6 +22,7 @@ from halfbyte.calibration.runner import EXPERT_LINEARS
 from halfbyte.core import StoredWeight
 from halfbyte.formats.config import text_config
 from halfbyte.kernels import reference
+from halfbyte.kernels.w4a16 import Packed, usable
 
 TOKENS = (1, 8, 128)
 """Of the products: decoding of one and of eight requests, and prefill."""
@@ -31,18 +32,6 @@ ROUNDED_BEYOND = 16
 """Tokens beyond which a kernel may round weights to the dtype of activations, as it costs less."""
 _SMALLEST = 2.0**-126
 """Below it numbers may be taken as zero."""
-
-
-class Packed(NamedTuple):
-    codes: torch.Tensor
-    scales: torch.Tensor
-
-    @property
-    def by_kernel(self) -> bool:
-        """Whether CUDA kernels make its products."""
-        from halfbyte.kernels import w4a16
-
-        return w4a16.usable(w4a16.Packed(*self))
 
 
 class Linear(NamedTuple):
@@ -294,7 +283,9 @@ class Together:
 
     @property
     def by_kernel(self) -> bool:
-        return all(stack.by_kernel for stack in self._stacks.values())
+        """Whether CUDA kernels make all their products."""
+        stacks = self._stacks.items()
+        return all(usable(stack, gate_up=name == "gate_up") for name, stack in stacks)
 
     def judged(self) -> list[Judged]:
         """The products of the first tokens, once all linears were taken."""

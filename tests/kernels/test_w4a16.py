@@ -261,6 +261,16 @@ def test_what_does_not_fit_is_refused(weight: Packed, reason: str) -> None:
         linear(activations(1, weight.columns, torch.bfloat16), weight)
 
 
+def test_gates_and_ups_are_whole_strips() -> None:
+    weight = packed(3, 24, 128)
+    assert not w4a16.unsupported(weight)
+    reason = "24 rows of gates and ups are no multiple of 32"
+    assert w4a16.unsupported(weight, gate_up=True) == reason
+    x, _, down, chosen, router = layer(3, 128, 64, 2, 2, torch.bfloat16)
+    with pytest.raises(ValueError, match=reason):
+        run_experts(x, weight, down, chosen, router)
+
+
 def test_activations_of_another_width_are_refused() -> None:
     with pytest.raises(ValueError, match=r"activations \[1, 128\] .* takes \[M, 256\]"):
         linear(activations(1, 128, torch.bfloat16), packed(8, 256))

@@ -21,7 +21,7 @@ def linear(generator: torch.Generator, rows: int, columns: int) -> products.Line
     codes = torch.randint(-8, 8, (rows, columns), generator=generator, dtype=torch.int8)
     scales = (torch.rand(rows, columns // 32, generator=generator) * 0.02 + 1e-3).bfloat16()
     weight = codes.float() * scales.float().repeat_interleave(32, 1)
-    stored = products.Packed(reference.pack_int4(codes).to(DEVICE), scales.to(DEVICE))
+    stored = Packed(reference.pack_int4(codes).to(DEVICE), scales.to(DEVICE))
     return products.Linear(stored, weight.to(DEVICE))
 
 

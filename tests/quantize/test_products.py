@@ -13,10 +13,10 @@ from halfbyte.calibration.routing import Routing
 from halfbyte.core import Scheme, StoredWeight, TensorInfo
 from halfbyte.formats.rows import InMemory
 from halfbyte.kernels import reference
+from halfbyte.kernels.w4a16 import Packed
 from halfbyte.quantize.products import (
     Expected,
     Linear,
-    Packed,
     Routed,
     Together,
     Width,
