@@ -13,6 +13,7 @@ Prints a line of JSON for each comparison.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import random
@@ -44,11 +45,13 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=48, help="of an answer")
+    parser.add_argument("--tokens", type=int, default=128, help="of an answer")
     parser.add_argument("--page-size", type=int, default=16)
     arguments = parser.parse_args()
     model = load_model(arguments.checkpoint, device=arguments.device)
     prompts = make_prompts(arguments.checkpoint, arguments.texts, arguments.requests)
+    gc.collect()
+    gc.freeze()  # as servers do when they have started
     figures: dict[str, list[tuple[float, float]]] = {arm: [] for arm in ARMS}
     answers: list[list[int]] | None = None
     for repeat in range(arguments.repeats + 1):

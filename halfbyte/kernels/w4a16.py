@@ -78,7 +78,7 @@ class Tile:
     warps_by_columns: int
     wide: bool = False
     """With the tensor cores of four warps at once, which only compute capability 9.0 has."""
-    depth: int = 16
+    depth: int = 3
     """Stages of the ring, at most; there are as many as shared memory has room for."""
 
     @property
@@ -298,24 +298,25 @@ MOST_TOKENS = 64
 """Of one launch."""
 
 _DENSE_TILES = (
-    Tile(2, 8, 1, 8, depth=3),
-    Tile(3, 8, 1, 8, depth=3),
+    Tile(2, 8, 1, 8),
+    Tile(3, 8, 1, 8),
     Tile(4, 8, 1, 4),
     Tile(6, 8, 1, 4),
-    Tile(4, 8, 2, 4),
-    Tile(3, 8, 4, 3),
-    Tile(4, 16, 1, 4, depth=3),
+    Tile(2, 16, 1, 8),
+    Tile(3, 16, 1, 4),
+    Tile(4, 16, 1, 4),
     Tile(6, 16, 1, 4),
     Tile(4, 16, 2, 2),
-    Tile(12, 16, 1, 4),
+    Tile(3, 16, 4, 3),
     Tile(1, 32, 4, 3, wide=True),
-    Tile(2, 32, 3, 4),
-    Tile(2, 32, 4, 3, wide=True),
+    Tile(2, 32, 2, 4, depth=2),
+    Tile(2, 32, 3, 4, depth=2),
+    Tile(2, 32, 4, 3, wide=True, depth=2),
     Tile(3, 32, 4, 2, wide=True),
     Tile(1, 64, 4, 3, wide=True),
-    Tile(2, 64, 4, 3, wide=True),
+    Tile(2, 64, 4, 3, wide=True, depth=2),
 )
-_EXPERT_TILES = (Tile(4, 8, 2, 4), Tile(4, 8, 4, 2), Tile(4, 8, 1, 4), Tile(2, 8, 1, 8))
+_EXPERT_TILES = (Tile(8, 8, 1, 4), Tile(4, 8, 1, 8), Tile(2, 8, 1, 8), Tile(4, 8, 4, 3))
 
 _CLUSTERS = {1: 1.0, 2: 1.0, 4: 0.85, 8: 0.7}
 """The share of a GPU's multiprocessors that programs of clusters of a size find together."""
@@ -359,11 +360,11 @@ def _bytes_of_a_program(tile: Tile, blocks: int) -> float:
 def _microseconds(tile: Tile, split: int, rows: int, columns: int, processors: int) -> float:
     """About what a product takes, up to what is the same for all tiles: the programs that a
     multiprocessor runs one after the other times the bytes of each, and what clusters cost. Chooses
-    within 1 % of the best on average over 30 products; see docs/results.md."""
+    within 3 % of the best on average over 51 products; see docs/results.md."""
     programs = -(-rows // (fragments.ROWS * tile.strips)) * split
     turns = math.ceil(programs / (processors * _CLUSTERS[split]))
     nbytes = _bytes_of_a_program(tile, math.ceil(math.ceil(columns / fragments.COLUMNS) / split))
-    return turns * (nbytes / 33e3 + 1 + (0.5 + 0.06 * tile.tokens if split > 1 else 0))
+    return turns * (nbytes / 30e3 + 0.5 + (1.1 + 0.03 * tile.tokens) * math.log2(split))
 
 
 @functools.cache

@@ -604,33 +604,37 @@ __device__ __forceinline__ unsigned long long sum_so_far(unsigned long long valu
     return warp ? sum + of_warps[warp - 1] : sum;
 }
 
+// Calls `each` with the pairs of an expert, in their order; all 1024 threads of a program take part,
+// each with its own expert.
+template <typename Each>
+__device__ __forceinline__ void each_pair_of(
+    int expert, const int* experts, int pairs, Each each) {
+    __shared__ uint4 chunk[256];  // of experts
+    for (int start = 0; start < pairs; start += 1024) {
+        const int own = start + threadIdx.x;
+        __syncthreads();
+        reinterpret_cast<int*>(chunk)[threadIdx.x] = own < pairs ? experts[own] : -1;
+        __syncthreads();
+        for (int i = 0; i < (min(1024, pairs - start) + 3) / 4; i++) {
+            const uint4 four = chunk[i];
+            if (four.x == expert) each(start + 4 * i);
+            if (four.y == expert) each(start + 4 * i + 1);
+            if (four.z == expert) each(start + 4 * i + 2);
+            if (four.w == expert) each(start + 4 * i + 3);
+        }
+    }
+}
+
 // The work of a layer, by a program of one thread to an expert: `order` holds the pairs sorted by
 // expert, `list` the pieces of it. Pairs of an expert that is not here are left out.
 extern "C" __global__ void __launch_bounds__(1024) list_work(
     const int* experts, int pairs, int expert_count, int pairs_of_a_work, int* order, Work* list,
     int* works) {
-    __shared__ uint4 chunk[256];  // of experts
     const int thread = threadIdx.x;
-    // Calls `each` with the pairs of this thread's expert, in their order.
-    const auto for_own = [&](auto each) {
-        for (int start = 0; start < pairs; start += 1024) {
-            __syncthreads();
-            reinterpret_cast<int*>(chunk)[thread] =
-                start + thread < pairs ? experts[start + thread] : -1;
-            __syncthreads();
-            for (int i = 0; i < (min(1024, pairs - start) + 3) / 4; i++) {
-                const uint4 four = chunk[i];
-                if (four.x == thread) each(start + 4 * i);
-                if (four.y == thread) each(start + 4 * i + 1);
-                if (four.z == thread) each(start + 4 * i + 2);
-                if (four.w == thread) each(start + 4 * i + 3);
-            }
-        }
-    };
     let_later_kernels_start();
     wait_for_earlier_kernels();
     int count = 0;
-    for_own([&](int) { count++; });
+    each_pair_of(thread, experts, pairs, [&](int) { count++; });
     if (thread >= expert_count) count = 0;
     const int own_works = (count + pairs_of_a_work - 1) / pairs_of_a_work;
     const unsigned long long sum =
@@ -643,7 +647,7 @@ extern "C" __global__ void __launch_bounds__(1024) list_work(
             thread, first, min(pairs_of_a_work, place + count - first), 0};
     }
     if (thread == 1023) *works = all_works;
-    for_own([&](int pair) {
+    each_pair_of(thread, experts, pairs, [&](int pair) {
         if (thread < expert_count) order[place++] = pair;
     });
 }

@@ -1,6 +1,7 @@
 """The tracker's work in Triton, one launch for each function; equal to `reference`.
 
 Launches and shapes follow from the arguments' shapes alone, so all of it can be captured in graphs.
+What is compiled does not depend on how many pages, rows or tokens there are.
 Pages change hands by compare-and-swap: of two lanes that want the same page one gets it, and the
 other one sees that.
 """
@@ -11,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from halfbyte.kvcache.integrity import reference, state
+from halfbyte.kvcache.integrity import state
+from halfbyte.kvcache.integrity.launch import Launcher
 from halfbyte.kvcache.integrity.state import Counter, Kind, State
 
 ENTRIES = 1024
@@ -24,6 +26,7 @@ LANES = 128
 _CLEAN, _STEP = tl.constexpr(state.CLEAN), tl.constexpr(state.VERDICT_STEP)
 _QUARANTINED = tl.constexpr(state.QUARANTINED)
 _FREE, _FRESH = tl.constexpr(state.FREE), tl.constexpr(state.FRESH)
+_SHARED = tl.constexpr(state.SHARED)
 _TABLE, _TAG, _LENGTH = (tl.constexpr(int(k)) for k in (Kind.TABLE, Kind.TAG, Kind.LENGTH))
 _ROW, _WRITE, _CLAIM = (tl.constexpr(int(k)) for k in (Kind.ROW, Kind.WRITE, Kind.CLAIM))
 _CHECKS, _ROWS = tl.constexpr(int(Counter.CHECKS)), tl.constexpr(int(Counter.ROWS))
@@ -48,14 +51,16 @@ def _change(
 ) -> None:
     count = pages.numel()
     if count:
-        _bump[(triton.cdiv(count, LANES),)](
-            state.tags, state.owner, state.counters, pages.contiguous(),
-            pages if tags is None else tags.contiguous(), count, state.layout.pages,
-            ACQUIRE=acquire, GIVEN=tags is not None, ENFORCE=enforce, LANES=LANES, num_warps=4,
+        _bump(
+            (triton.cdiv(count, LANES), 1, 1), state.tags, state.owner, state.counters,
+            pages.contiguous(), pages if tags is None else tags.contiguous(), count,
+            state.layout.pages, ACQUIRE=acquire, GIVEN=tags is not None, ENFORCE=enforce,
+            LANES=LANES,
         )  # fmt: skip
 
 
-@triton.jit
+@Launcher
+@triton.jit(do_not_specialize=["count", "most"])
 def _bump(  # type: ignore[no-untyped-def]
     tags, owner, counters, pages, given, count, most,
     ACQUIRE: tl.constexpr, GIVEN: tl.constexpr, ENFORCE: tl.constexpr, LANES: tl.constexpr,
@@ -90,6 +95,41 @@ def _poison(tags, owner, counters, page, chosen, LANES: tl.constexpr):  # type: 
     tl.atomic_add(counters + _HELD_BACK, tl.sum((chosen & (seen != _QUARANTINED)).to(tl.int32)))
 
 
+def bind(state: State, rows: torch.Tensor) -> None:
+    """See `reference.bind`."""
+    _give(state, rows, bind=True)
+
+
+def unbind(state: State, rows: torch.Tensor) -> None:
+    """See `reference.unbind`."""
+    _give(state, rows, bind=False)
+
+
+def _give(state: State, rows: torch.Tensor, *, bind: bool) -> None:
+    if count := rows.numel():
+        _rows(
+            (triton.cdiv(count, LANES), 1, 1), state.held, state.generation, state.verdict,
+            rows.contiguous(), count, BIND=bind, LANES=LANES,
+        )  # fmt: skip
+
+
+@Launcher
+@triton.jit(do_not_specialize=["count"])
+def _rows(  # type: ignore[no-untyped-def]
+    held, generation, verdict, rows, count, BIND: tl.constexpr, LANES: tl.constexpr
+):
+    lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    inside = lane < count
+    row = tl.load(rows + lane, mask=inside, other=0)
+    number = tl.load(generation + row, mask=inside, other=0)
+    number += number & 1
+    if BIND:
+        number += 1
+        tl.store(verdict + row, tl.full((LANES,), _CLEAN, tl.int32), mask=inside)
+    tl.store(generation + row, number, mask=inside)
+    tl.store(held + row, tl.zeros((LANES,), tl.int32), mask=inside)
+
+
 def extend(
     state: State,
     rows: torch.Tensor,
@@ -100,39 +140,33 @@ def extend(
     enforce: bool,
 ) -> None:
     """See `reference.extend`."""
-    layout, total = state.layout, slots.numel()
+    layout, total, batch = state.layout, slots.numel(), rows.numel()
     if not total:
         return
-    item, left = rows, rows
-    if counts is not None:
-        item, left = reference.ragged(total, rows.numel(), counts, slots.device)
-    _extend[(triton.cdiv(total, LANES),)](
-        state.tags, state.owner, state.counters, state.expected_pages, state.expected_tags,
-        state.held, state.verdict, rows.contiguous(), lengths.contiguous(), slots.contiguous(),
-        item, left, total, total // rows.numel(), layout.pages, layout.pages_per_row,
-        state.expected_pages.stride(0), SIZE=layout.page_size, RAGGED=counts is not None,
-        ENFORCE=enforce, LANES=LANES, num_warps=4,
+    each = total if counts is not None else total // batch
+    _extend(
+        (batch, triton.cdiv(each, LANES), 1), state.tags, state.owner, state.counters,
+        state.expected_pages, state.expected_tags, state.held, state.verdict, rows.contiguous(),
+        lengths.contiguous(), slots.contiguous(), rows if counts is None else counts.contiguous(),
+        each, layout.pages, layout.pages_per_row, PITCH=state.expected_pages.stride(0),
+        SIZE=layout.page_size, RAGGED=counts is not None, ENFORCE=enforce, LANES=LANES,
     )  # fmt: skip
 
 
-@triton.jit
+@Launcher
+@triton.jit(do_not_specialize=["each", "pages", "most"])
 def _extend(  # type: ignore[no-untyped-def]
     tags, owner, counters, expected_pages, expected_tags, held, verdict, rows, lengths, slots,
-    items, lefts, total, each, pages, most, pitch,
-    SIZE: tl.constexpr, RAGGED: tl.constexpr, ENFORCE: tl.constexpr, LANES: tl.constexpr,
+    counts, each, pages, most, PITCH: tl.constexpr, SIZE: tl.constexpr, RAGGED: tl.constexpr,
+    ENFORCE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    inside = lane < total
-    if RAGGED:
-        item = tl.load(items + lane, mask=inside, other=0)
-        left = tl.load(lefts + lane, mask=inside, other=0).to(tl.int32)
-    else:
-        item = lane // each
-        left = each - lane % each
-    row = tl.load(rows + item, mask=inside, other=0).to(tl.int64)
-    length = tl.load(lengths + item, mask=inside, other=0).to(tl.int32)
-    slot = tl.load(slots + lane, mask=inside, other=0).to(tl.int32)
-    position = length - left
+    item = tl.program_id(0)
+    start, count = _span(counts, item, each, RAGGED, LANES)
+    lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
+    inside = lane < count
+    row, length = tl.load(rows + item).to(tl.int64), tl.load(lengths + item).to(tl.int32)
+    slot = tl.load(slots + start + lane, mask=inside, other=0).to(tl.int32)
+    position = length - count + lane
     entry = position // SIZE
     begins = inside & (position >= 0) & (position % SIZE == 0) & (entry < most)
     # The first page is padding's, so a slot that is less is not among those of any other.
@@ -140,18 +174,102 @@ def _extend(  # type: ignore[no-untyped-def]
     page = tl.where(known, slot // SIZE, 0)
     # Page 0's owner never is 0, so lanes without a page change nothing.
     free = tl.where(known, _FRESH, 0)
-    good = known & (tl.atomic_cas(owner + page, free, row.to(tl.int32)) == free)
-    place = row * pitch + entry
+    own = tl.zeros((LANES,), tl.int32) + row.to(tl.int32)
+    good = known & (tl.atomic_cas(owner + page, free, own) == free)
+    place = row * PITCH + entry
     tl.store(expected_pages + place, page, mask=begins)
     tl.store(expected_tags + place, tl.load(tags + page), mask=begins)
-    tl.store(held + row, tl.minimum((length + SIZE - 1) // SIZE, most), mask=inside & (left == 1))
+    if (tl.program_id(1) == 0) & (count > 0):
+        tl.store(held + row, tl.minimum((length + SIZE - 1) // SIZE, most))
     wrong = begins & ~good
     failed = tl.sum(wrong.to(tl.int32))
     if failed > 0:
         tl.atomic_add(counters + _CLAIMS, failed)
-        tl.atomic_min(verdict + row, entry * _STEP + _CLAIM, mask=wrong)
+        tl.atomic_min(verdict + row, tl.min(tl.where(wrong, entry * _STEP + _CLAIM, _CLEAN), 0))
         if ENFORCE:
             _poison(tags, owner, counters, page, wrong, LANES)
+
+
+@triton.jit
+def _span(counts, item, each, RAGGED: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the elements of an item of the batch begin, and how many there are."""
+    start, count = item * each, each
+    if RAGGED:
+        start, count = item * 0, tl.load(counts + item).to(tl.int32)
+        for first in range(0, item, LANES):
+            before = first + tl.arange(0, LANES)
+            start += tl.sum(tl.load(counts + before, mask=before < item, other=0).to(tl.int32))
+    return start, count
+
+
+def expect_prefix(
+    state: State,
+    rows: torch.Tensor,
+    pages: torch.Tensor,
+    tags: torch.Tensor,
+    counts: torch.Tensor | None,
+) -> None:
+    """See `reference.expect_prefix`."""
+    layout, total, batch = state.layout, pages.numel(), rows.numel()
+    if not total:
+        return
+    each = total if counts is not None else total // batch
+    _prefix(
+        (batch, triton.cdiv(each, LANES), 1), state.expected_pages, state.expected_tags, state.held,
+        rows.contiguous(), pages.contiguous(), tags.contiguous(),
+        rows if counts is None else counts.contiguous(), each, layout.pages, layout.pages_per_row,
+        PITCH=state.expected_pages.stride(0), RAGGED=counts is not None, LANES=LANES,
+    )  # fmt: skip
+
+
+@Launcher
+@triton.jit(do_not_specialize=["each", "most_pages", "most"])
+def _prefix(  # type: ignore[no-untyped-def]
+    expected_pages, expected_tags, held, rows, pages, given, counts, each, most_pages, most,
+    PITCH: tl.constexpr, RAGGED: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    item = tl.program_id(0)
+    start, count = _span(counts, item, each, RAGGED, LANES)
+    lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
+    inside = (lane < count) & (lane < most)
+    row = tl.load(rows + item).to(tl.int64)
+    page = tl.load(pages + start + lane, mask=inside, other=0).to(tl.int32)
+    tag = tl.load(given + start + lane, mask=inside, other=0)
+    known = (page >= 0) & (page < most_pages)
+    place = row * PITCH + lane
+    tl.store(expected_pages + place, tl.where(known, page, 0), mask=inside)
+    tl.store(expected_tags + place, tl.where(known, tag, _QUARANTINED), mask=inside)
+    if tl.program_id(1) == 0:
+        has = tl.load(held + row)
+        tl.store(held + row, tl.maximum(has, tl.minimum(count, most)))
+
+
+def share(state: State, row: int, start: int, stop: int) -> torch.Tensor:
+    """See `reference.share`."""
+    tags = torch.empty(max(stop - start, 0), dtype=torch.int32, device=state.tags.device)
+    if count := tags.numel():
+        _share(
+            (triton.cdiv(count, LANES), 1, 1), state.tags, state.owner, state.expected_pages,
+            state.expected_tags, tags, row, start, count, PITCH=state.expected_pages.stride(0),
+            LANES=LANES,
+        )  # fmt: skip
+    return tags
+
+
+@Launcher
+@triton.jit(do_not_specialize=["row", "start", "count"])
+def _share(  # type: ignore[no-untyped-def]
+    tags, owner, expected_pages, expected_tags, out, row, start, count,
+    PITCH: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    inside = lane < count
+    place = tl.cast(row, tl.int64) * PITCH + start + lane
+    page = tl.load(expected_pages + place, mask=inside, other=0)
+    tag = tl.load(expected_tags + place, mask=inside, other=0)
+    ours = inside & (tl.load(owner + page) == row) & (tl.load(tags + page) == tag)
+    tl.store(owner + page, tl.full((LANES,), _SHARED, tl.int32), mask=ours)
+    tl.store(out + lane, tag, mask=inside)
 
 
 def check(
@@ -174,27 +292,28 @@ def check(
     writes = 0 if slots is None else slots.numel() // batch
     blocks = triton.cdiv(layout.pages_per_row, ENTRIES)
     parts = max(1, min(blocks, triton.cdiv(PROGRAMS, batch)))
-    _check[(batch, parts + 1)](
-        state.tags, state.owner, state.counters, state.expected_pages, state.expected_tags,
-        state.held, state.generation, state.verdict, rows.contiguous(), lengths.contiguous(),
-        table, rows if slots is None else slots,
+    _check(
+        (batch, parts + 1, 1), state.tags, state.owner, state.counters, state.expected_pages,
+        state.expected_tags, state.held, state.generation, state.verdict, rows.contiguous(),
+        lengths.contiguous(), table, rows if slots is None else slots,
         rows if generations is None else generations.contiguous(),
-        state.expected_pages.stride(0), table.stride(0),
         min(layout.pages_per_row, triton.cdiv(table.shape[1], layout.table_stride)),
-        layout.pages_per_row, parts,
-        PADDING=layout.padding_row, SIZE=layout.page_size, SLOTS=layout.table_holds_slots,
-        WRITES=writes, LANES=triton.next_power_of_2(max(writes, 1)),
+        layout.pages_per_row, parts, PITCH=state.expected_pages.stride(0),
+        TABLE_PITCH=table.stride(0), PADDING=layout.padding_row, SIZE=layout.page_size,
+        SLOTS=layout.table_holds_slots, WRITES=writes, LANES=triton.next_power_of_2(max(writes, 1)),
         GENERATIONS=generations is not None, ENFORCE=enforce,
-        ENTRIES=min(ENTRIES, max(128, triton.next_power_of_2(layout.pages_per_row))), num_warps=4,
+        ENTRIES=min(ENTRIES, max(128, triton.next_power_of_2(layout.pages_per_row))),
     )  # fmt: skip
 
 
-@triton.jit
+@Launcher
+@triton.jit(do_not_specialize=["columns", "most", "parts"])
 def _check(  # type: ignore[no-untyped-def]
     tags, owner, counters, expected_pages, expected_tags, held, generation, verdict, rows, lengths,
-    table, slots, generations, pitch, table_pitch, columns, most, parts,
-    PADDING: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr, WRITES: tl.constexpr,
-    LANES: tl.constexpr, GENERATIONS: tl.constexpr, ENFORCE: tl.constexpr, ENTRIES: tl.constexpr,
+    table, slots, generations, columns, most, parts, PITCH: tl.constexpr,
+    TABLE_PITCH: tl.constexpr, PADDING: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr,
+    WRITES: tl.constexpr, LANES: tl.constexpr, GENERATIONS: tl.constexpr, ENFORCE: tl.constexpr,
+    ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """`parts` programs to a row read; one more looks at what is written, and counts."""
     item, part = tl.program_id(0), tl.program_id(1)
@@ -212,8 +331,8 @@ def _check(  # type: ignore[no-untyped-def]
     if part < parts:
         if live:
             found = _read(
-                tags, expected_pages + row * pitch, expected_tags + row * pitch,
-                table + row * table_pitch, part * ENTRIES, parts * ENTRIES,
+                tags, expected_pages + row * PITCH, expected_tags + row * PITCH,
+                table + row * TABLE_PITCH, part * ENTRIES, parts * ENTRIES,
                 tl.minimum(tl.minimum(needed, has), columns), SIZE, SLOTS, ENTRIES,
             )  # fmt: skip
     else:
@@ -223,8 +342,8 @@ def _check(  # type: ignore[no-untyped-def]
             found = tl.minimum(
                 found,
                 _write(
-                    tags, owner, counters, expected_pages + row * pitch,
-                    expected_tags + row * pitch, slots + item * WRITES, row, length, has, most,
+                    tags, owner, counters, expected_pages + row * PITCH,
+                    expected_tags + row * PITCH, slots + item * WRITES, row, length, has, most,
                     live, current, SIZE, WRITES, LANES, ENFORCE,
                 ),
             )  # fmt: skip
@@ -295,16 +414,16 @@ def report(state: State, rows: torch.Tensor, generations: torch.Tensor | None) -
     batch = rows.numel()
     out = torch.empty(len(Counter) + batch, dtype=torch.int32, device=rows.device)
     size = max(16, triton.next_power_of_2(batch))
-    _report[(1,)](
-        state.counters, state.generation, state.verdict, rows.contiguous(),
+    _report(
+        (1, 1, 1), state.counters, state.generation, state.verdict, rows.contiguous(),
         rows if generations is None else generations.contiguous(), out, batch,
         PADDING=state.layout.padding_row, GENERATIONS=generations is not None, SIZE=size,
-        num_warps=4,
     )  # fmt: skip
     return out
 
 
-@triton.jit
+@Launcher
+@triton.jit(do_not_specialize=["batch"])
 def _report(  # type: ignore[no-untyped-def]
     counters, generation, verdict, rows, generations, out, batch,
     PADDING: tl.constexpr, GENERATIONS: tl.constexpr, SIZE: tl.constexpr,

@@ -58,15 +58,10 @@ class PageTagTracker:
         self._work.release(self.state, pages, tags, enforce=self._enforce)
 
     def bind(self, rows: torch.Tensor) -> None:
-        rows = rows.long()
-        self.state.generation[rows] += 1 + (self.state.generation[rows] & 1)
-        self.state.held.index_fill_(0, rows, 0)
-        self.state.verdict.index_fill_(0, rows, CLEAN)
+        self._work.bind(self.state, rows)
 
     def unbind(self, rows: torch.Tensor) -> None:
-        rows = rows.long()
-        self.state.generation[rows] += self.state.generation[rows] & 1
-        self.state.held.index_fill_(0, rows, 0)
+        self._work.unbind(self.state, rows)
 
     def generations(self, rows: torch.Tensor) -> torch.Tensor:
         return self.state.generation[rows.long().clamp(min=0)]
@@ -87,24 +82,10 @@ class PageTagTracker:
         tags: torch.Tensor,
         counts: torch.Tensor | None = None,
     ) -> None:
-        state, each = self.state, pages.numel() // max(rows.numel(), 1)
-        item, left = reference.ragged(pages.numel(), rows.numel(), counts, pages.device)
-        lengths = torch.full_like(rows, each) if counts is None else counts
-        entry = lengths.long()[item] - left
-        row = rows.long()[item]
-        column = entry.clamp(max=state.layout.pages_per_row)
-        known = (pages >= 0) & (pages < state.layout.pages)
-        state.expected_pages[row, column] = torch.where(known, pages, 0).int()
-        state.expected_tags[row, column] = torch.where(known, tags, QUARANTINED).int()
-        rows = rows.long()
-        state.held[rows] = torch.maximum(state.held[rows], lengths.int())
+        self._work.expect_prefix(self.state, rows, pages, tags, counts)
 
     def share(self, row: int, start: int, stop: int) -> torch.Tensor:
-        state = self.state
-        pages = state.expected_pages[row, start:stop].long()
-        tags = state.expected_tags[row, start:stop].clone()
-        ours = (state.owner[pages] == row) & (state.tags[pages] == tags)
-        state.owner[pages] = torch.where(ours, SHARED, state.owner[pages])
+        tags: torch.Tensor = self._work.share(self.state, row, start, stop)
         return tags
 
     def preload(self, pages: torch.Tensor) -> torch.Tensor:

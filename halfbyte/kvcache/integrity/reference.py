@@ -13,6 +13,7 @@ from halfbyte.kvcache.integrity.state import (
     FREE,
     FRESH,
     QUARANTINED,
+    SHARED,
     VERDICT_STEP,
     Counter,
     Kind,
@@ -62,7 +63,7 @@ def extend(
 ) -> None:
     """See `Tracker.extend`."""
     layout, slots = state.layout, slots.flatten()
-    item, left = ragged(slots.numel(), rows.numel(), counts, slots.device)
+    item, left = _ragged(slots.numel(), rows.numel(), counts, slots.device)
     row = rows.long()[item]
     position = lengths.long()[item] - left
     entry = position // layout.page_size
@@ -83,6 +84,49 @@ def extend(
     if enforce:
         _poison(state, page, wrong)
     _count(state, Counter.CLAIM, wrong)
+
+
+def bind(state: State, rows: torch.Tensor) -> None:
+    """See `Tracker.bind`."""
+    rows = rows.long()
+    state.generation[rows] += 1 + (state.generation[rows] & 1)
+    state.held.index_fill_(0, rows, 0)
+    state.verdict.index_fill_(0, rows, CLEAN)
+
+
+def unbind(state: State, rows: torch.Tensor) -> None:
+    """See `Tracker.unbind`."""
+    rows = rows.long()
+    state.generation[rows] += state.generation[rows] & 1
+    state.held.index_fill_(0, rows, 0)
+
+
+def expect_prefix(
+    state: State,
+    rows: torch.Tensor,
+    pages: torch.Tensor,
+    tags: torch.Tensor,
+    counts: torch.Tensor | None,
+) -> None:
+    """See `Tracker.expect_prefix`."""
+    most, each = state.layout.pages_per_row, pages.numel() // max(rows.numel(), 1)
+    item, left = _ragged(pages.numel(), rows.numel(), counts, pages.device)
+    lengths = torch.full_like(rows, each) if counts is None else counts
+    row, column = rows.long()[item], (lengths.long()[item] - left).clamp(max=most)
+    known = (pages >= 0) & (pages < state.layout.pages)
+    state.expected_pages[row, column] = torch.where(known, pages, 0).int()
+    state.expected_tags[row, column] = torch.where(known, tags, QUARANTINED).int()
+    rows = rows.long()
+    state.held[rows] = torch.maximum(state.held[rows], lengths.int().clamp(max=most))
+
+
+def share(state: State, row: int, start: int, stop: int) -> torch.Tensor:
+    """See `Tracker.share`."""
+    pages = state.expected_pages[row, start:stop].long()
+    tags = state.expected_tags[row, start:stop].clone()
+    ours = (state.owner[pages] == row) & (state.tags[pages] == tags)
+    state.owner[pages] = torch.where(ours, SHARED, state.owner[pages])
+    return tags
 
 
 def check(
@@ -166,7 +210,7 @@ def quarantine(state: State, pages: torch.Tensor) -> None:
     _poison(state, page, page != 0)
 
 
-def ragged(
+def _ragged(
     total: int, rows: int, counts: torch.Tensor | None, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of each element of a ragged argument, the batch's item that it belongs to, and how many of

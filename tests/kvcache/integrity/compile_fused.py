@@ -10,14 +10,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from halfbyte.kvcache.integrity import fused
+from halfbyte.kvcache.integrity.launch import Launcher
 
-WIDE = {"pages", "rows", "lengths", "slots", "items", "lefts"}
+WIDE = {"pages", "rows", "lengths", "slots", "counts"}
 """Tensors that engines have in int64; the others are the state's, in int32."""
-NUMBERS = {"count", "total", "each", "most", "pitch", "table_pitch", "columns", "parts", "batch"}
+NUMBERS = {"count", "each", "most", "most_pages", "columns", "parts", "batch", "row", "start"}
 
 
-def compiled(kernel: Any, numbers: set[str] = NUMBERS, **constants: Any) -> int:
+def compiled(launcher: Launcher, numbers: set[str] = NUMBERS, **constants: Any) -> int:
     """Bytes of machine code."""
+    kernel = launcher.function
     signature = {
         name: "constexpr" if name in constants
         else "i32" if name in numbers
@@ -36,25 +38,24 @@ def main() -> None:
             how = {"ACQUIRE": acquire, "GIVEN": not acquire, "ENFORCE": enforce, "LANES": 128}
             print(compiled(fused._bump, **how))
         for ragged in (True, False):
-            how = {"SIZE": 64, "RAGGED": ragged, "ENFORCE": enforce, "LANES": 128}
+            how = {"SIZE": 64, "RAGGED": ragged, "ENFORCE": enforce, "LANES": 128, "PITCH": 336}
             print(compiled(fused._extend, NUMBERS | {"pages"}, **how))
         for writes in (0, 1, 3):
             print(compiled(fused._check, **checks(writes, enforce)))
+    for bind in (True, False):
+        print(compiled(fused._rows, BIND=bind, LANES=128))
+    for ragged in (True, False):
+        print(compiled(fused._prefix, RAGGED=ragged, LANES=128, PITCH=336))
+    print(compiled(fused._share, LANES=128, PITCH=336))
     print(compiled(fused._report, PADDING=0, GENERATIONS=True, SIZE=64))
-    # Triton makes a constant of each number that is 1.
-    bump = {"ACQUIRE": True, "GIVEN": False, "ENFORCE": True, "LANES": 128}
-    print(compiled(fused._bump, **bump, count=1, most=1))
-    extend = {"SIZE": 1, "RAGGED": False, "ENFORCE": True, "LANES": 128}
-    print(compiled(fused._extend, NUMBERS, **extend, total=1, each=1, pages=1, most=1))
-    print(compiled(fused._check, **checks(1, True), parts=1, columns=1, most=1, table_pitch=1))
-    print(compiled(fused._report, PADDING=-1, GENERATIONS=False, SIZE=16, batch=1))
+    print(compiled(fused._report, PADDING=-1, GENERATIONS=False, SIZE=16))
 
 
 def checks(writes: int, enforce: bool) -> dict[str, Any]:
     return {
         "PADDING": 0, "SIZE": 64, "SLOTS": True, "WRITES": writes,
         "LANES": 4 if writes == 3 else 1, "GENERATIONS": writes == 1, "ENFORCE": enforce,
-        "ENTRIES": 512,
+        "ENTRIES": 512, "PITCH": 336, "TABLE_PITCH": 21504,
     }  # fmt: skip
 
 

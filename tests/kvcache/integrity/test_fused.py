@@ -18,7 +18,16 @@ import torch
 
 from halfbyte.kvcache.integrity import reference
 from halfbyte.kvcache.integrity.page_tags import PageTagTracker
-from halfbyte.kvcache.integrity.state import CLEAN, Counter, Kind, Layout, State
+from halfbyte.kvcache.integrity.state import (
+    CLEAN,
+    FREE,
+    QUARANTINED,
+    SHARED,
+    Counter,
+    Kind,
+    Layout,
+    State,
+)
 from halfbyte.testing.numeric import first_difference
 
 pytest.importorskip("triton", reason="Triton is not installed; it comes with torch on Linux")
@@ -43,15 +52,16 @@ class Pair:
             for operations in (reference, fused)
         ]
 
-    def __call__(self, method: str, *arguments: torch.Tensor | None) -> torch.Tensor | None:
+    def __call__(self, method: str, *arguments: torch.Tensor | int | None) -> torch.Tensor | None:
         results, used = [], []
         for tracker in self.both:
-            copies = [None if a is None else a.clone().to(DEVICE) for a in arguments]
+            copies = [a.clone().to(DEVICE) if isinstance(a, torch.Tensor) else a for a in arguments]
             torch.manual_seed(0)  # chooses the tags of pages that are readmitted
             results.append(getattr(tracker, method)(*copies))
             used.append(copies)
         for one, other in zip(*used, strict=True):
-            assert one is None or first_difference(one, other) is None, f"{method}'s arguments"
+            same = first_difference(one, other) is None if isinstance(one, torch.Tensor) else True
+            assert same, f"{method}'s arguments"
         one, other = (tracker.state for tracker in self.both)
         for name in [f.name for f in fields(State)][1:]:
             tensors = getattr(one, name), getattr(other, name)
@@ -60,7 +70,7 @@ class Pair:
             assert first_difference(*tensors) is None, f"{method}: {name}"
         if results[0] is not None:
             assert first_difference(*results) is None, method
-        result: torch.Tensor | None = used[1][-1] if method == "check" else results[0]
+        result: torch.Tensor | None = results[0]
         return result
 
 
@@ -173,6 +183,32 @@ def test_ragged_batches_extend_alike() -> None:
     assert pair.both[1].state.expected_pages[1, :7].tolist() == list(range(2, 9))
 
 
+def test_prefixes_are_shared_and_expected_alike() -> None:
+    layout = LAYOUTS[0]
+    pair = Pair(layout, "abort", seed=3)
+    pair("acquire", torch.arange(1, 40))
+    pair("bind", torch.tensor([1, 2, 3]))
+    pair("extend", torch.tensor([1]), torch.tensor([28]), torch.arange(8, 36))
+    pair("release", torch.tensor([4]))
+    tags = pair("share", 1, 1, 6)
+    owner = pair.both[1].state.owner
+    assert tags is not None
+    # Page 4 is somebody else's by now, and stays so; the first and the last one remain the row's.
+    assert owner[2:9].tolist() == [1, SHARED, FREE, SHARED, SHARED, SHARED, 1]
+    pages = torch.tensor([3, 4, 5, 200, 3, -1])
+    given = torch.cat([tags[:3], tags[:3]])
+    pair("expect_prefix", torch.tensor([2, 3]), pages, given)
+    counts = torch.tensor([0, 9])  # more than a row has
+    pair("expect_prefix", torch.tensor([2, 3]), torch.arange(3, 12), tags[:1].repeat(9), counts)
+    state = pair.both[1].state
+    assert state.expected_pages[2, :3].tolist() == [3, 4, 5]
+    assert state.held[1:4].tolist() == [7, 3, 7]
+    assert state.expected_pages[3, :7].tolist() == list(range(3, 10))
+    pair("expect_prefix", torch.tensor([3]), pages[3:], given[3:])
+    assert state.expected_pages[3, :3].tolist() == [0, 3, 0]
+    assert state.expected_tags[3, :3].tolist() == [QUARANTINED, int(tags[1]), QUARANTINED]
+
+
 def test_kernels_compile_for_a_gpu() -> None:
     """What the interpreter allows, as a variable that changes its type, a compiler may refuse."""
     program = Path(__file__).with_name("compile_fused.py")
@@ -182,7 +218,7 @@ def test_kernels_compile_for_a_gpu() -> None:
     )
     assert result.returncode == 0, result.stderr
     sizes = [int(line) for line in result.stdout.split()]
-    assert len(sizes) == 19
+    assert len(sizes) == 21
     assert min(sizes) > 0
 
 
