@@ -235,10 +235,12 @@ def test_the_work_of_a_layer_is_sorted_and_cut() -> None:
 
 def test_little_work_is_shared_by_many_programs() -> None:
     """Eight experts of one token, an eighth of GLM-5.2's rows each: 512 rows, 132 processors."""
-    tile = w4a16._expert_tile(8, 512, 6144, 132)
+    tile = w4a16._expert_tile(w4a16._GATE_UP_TILES, 8, 512, 6144, 132)
     assert 8 * 512 / (16 * tile.strips) >= 0.9 * 132
-    tile = w4a16._expert_tile(512, 4096, 6144, 132)
-    assert tile.strips >= 8
+    tile = w4a16._expert_tile(w4a16._GATE_UP_TILES, 512, 4096, 6144, 132)
+    assert tile.strips >= 4
+    tile = w4a16._expert_tile(w4a16._DOWN_TILES, 512, 6144, 2048, 132)
+    assert tile.strips >= 16
 
 
 def test_a_layer_without_work() -> None:
@@ -290,8 +292,33 @@ def test_a_routing_of_another_kind_is_refused() -> None:
             run_experts(x, gate_up, down, *wrong)
 
 
+GLM_SHAPES = [
+    *[(2048, 6144), (16384, 2048), (576, 6144), (28672, 512), (6144, 16384), (4096, 6144)],
+    *[(6144, 2048), (24576, 6144), (6144, 12288)],
+    # A GPU's part of eight.
+    *[(2048, 2048), (3584, 512), (512, 6144), (6144, 256), (3072, 6144), (6144, 1536)],
+]
+"""Rows and columns of GLM-5.2's linears."""
+
+
 @pytest.mark.skipif(not CUDA, reason="graphs and streams are the GPU's")
 class TestOnGpu:
+    @pytest.mark.parametrize("group", [32, 64, 128, 0], ids="g{}".format)
+    @pytest.mark.parametrize("shape", GLM_SHAPES, ids=str)
+    def test_linears_of_glm(
+        self, shape: tuple[int, int], group: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        weight = packed(*shape, group=group, seed=group)
+        ours, whole = Weight.of(weight), exact(weight)
+        rounded, empty = whole.bfloat16().double(), torch.empty
+        monkeypatch.setattr(torch, "empty", lambda *s, **how: empty(*s, **how).fill_(float("nan")))
+        for tokens in TOKENS:
+            x = activations(tokens, shape[1], torch.bfloat16, seed=tokens)
+            expected = x.double() @ whole.T
+            bound = error((x.double() @ rounded.T).bfloat16(), expected)
+            found = error(w4a16.linear(x, ours), expected)
+            assert found <= (1.0 if tokens <= 16 else 1.001) * bound
+
     def test_a_graph_and_two_streams_give_the_same_bits(self) -> None:
         problem = layer(16, 2048, 512, 16, 8, torch.bfloat16)
         weight, x = packed(4096, 6144), activations(8, 6144, torch.bfloat16)

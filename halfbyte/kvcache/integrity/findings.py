@@ -20,6 +20,7 @@ ALLOCATOR = {
     Counter.PADDING: Kind.PADDING,
 }
 """Faults that are counted by themselves, since a request's verdict may hide them or none has it."""
+_METRICS = {kind: f"violations_{kind.name.lower()}" for kind in Kind}
 
 
 class Findings:
@@ -115,5 +116,5 @@ class Findings:
             "checks": self._counts[Counter.CHECKS],
             "rows_checked": self._counts[Counter.ROWS],
             "quarantined_pages": self._counts[Counter.QUARANTINED],
-            **{f"violations_{kind.name.lower()}": count for kind, count in self._found.items()},
+            **{_METRICS[kind]: count for kind, count in self._found.items()},
         }

@@ -26,7 +26,7 @@ LANES = 128
 _CLEAN, _STEP = tl.constexpr(state.CLEAN), tl.constexpr(state.VERDICT_STEP)
 _QUARANTINED = tl.constexpr(state.QUARANTINED)
 _FREE, _FRESH = tl.constexpr(state.FREE), tl.constexpr(state.FRESH)
-_SHARED = tl.constexpr(state.SHARED)
+_SHARED, _NOBODY = tl.constexpr(state.SHARED), tl.constexpr(state.NOBODY)
 _TABLE, _TAG, _LENGTH = (tl.constexpr(int(k)) for k in (Kind.TABLE, Kind.TAG, Kind.LENGTH))
 _ROW, _WRITE, _CLAIM = (tl.constexpr(int(k)) for k in (Kind.ROW, Kind.WRITE, Kind.CLAIM))
 _CHECKS, _ROWS = tl.constexpr(int(Counter.CHECKS)), tl.constexpr(int(Counter.ROWS))
@@ -130,6 +130,26 @@ def _rows(  # type: ignore[no-untyped-def]
     tl.store(held + row, tl.zeros((LANES,), tl.int32), mask=inside)
 
 
+def generations(state: State, rows: torch.Tensor) -> torch.Tensor:
+    """See `reference.generations`."""
+    count = rows.numel()
+    out = torch.empty(count, dtype=torch.int32, device=rows.device)
+    if count:
+        _generations(
+            (triton.cdiv(count, LANES), 1, 1), state.generation, rows.contiguous(), out, count,
+            LANES=LANES,
+        )  # fmt: skip
+    return out
+
+
+@Launcher
+@triton.jit(do_not_specialize=["count"])
+def _generations(generation, rows, out, count, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    row = tl.maximum(tl.load(rows + lane, mask=lane < count, other=0), 0)
+    tl.store(out + lane, tl.load(generation + row), mask=lane < count)
+
+
 def extend(
     state: State,
     rows: torch.Tensor,
@@ -149,7 +169,8 @@ def extend(
         state.expected_pages, state.expected_tags, state.held, state.verdict, rows.contiguous(),
         lengths.contiguous(), slots.contiguous(), rows if counts is None else counts.contiguous(),
         each, layout.pages, layout.pages_per_row, PITCH=state.expected_pages.stride(0),
-        SIZE=layout.page_size, RAGGED=counts is not None, ENFORCE=enforce, LANES=LANES,
+        SIZE=layout.page_size, RAGGED=counts is not None, ENFORCE=enforce,
+        LANES=min(LANES, triton.next_power_of_2(each)),
     )  # fmt: skip
 
 
@@ -172,10 +193,13 @@ def _extend(  # type: ignore[no-untyped-def]
     # The first page is padding's, so a slot that is less is not among those of any other.
     known = begins & (slot >= SIZE) & (slot // SIZE < pages)
     page = tl.where(known, slot // SIZE, 0)
-    # Page 0's owner never is 0, so lanes without a page change nothing.
-    free = tl.where(known, _FRESH, 0)
-    own = tl.zeros((LANES,), tl.int32) + row.to(tl.int32)
-    good = known & (tl.atomic_cas(owner + page, free, own) == free)
+    good = known
+    if tl.sum(known.to(tl.int32)) > 0:
+        # Lanes without a page compare with what no owner is, each in a place of its own, since
+        # those that meet in one wait for each other.
+        free = tl.where(known, _FRESH, _NOBODY)
+        own = tl.zeros((LANES,), tl.int32) + row.to(tl.int32)
+        good &= tl.atomic_cas(owner + tl.where(known, page, lane % pages), free, own) == free
     place = row * PITCH + entry
     tl.store(expected_pages + place, page, mask=begins)
     tl.store(expected_tags + place, tl.load(tags + page), mask=begins)
@@ -291,14 +315,14 @@ def check(
         raise ValueError("the page table and the slots must be contiguous")
     writes = 0 if slots is None else slots.numel() // batch
     blocks = triton.cdiv(layout.pages_per_row, ENTRIES)
-    parts = max(1, min(blocks, triton.cdiv(PROGRAMS, batch)))
+    parts = triton.next_power_of_2(max(1, min(blocks, triton.cdiv(PROGRAMS, batch))))
     _check(
         (batch, parts + 1, 1), state.tags, state.owner, state.counters, state.expected_pages,
         state.expected_tags, state.held, state.generation, state.verdict, rows.contiguous(),
         lengths.contiguous(), table, rows if slots is None else slots,
         rows if generations is None else generations.contiguous(),
-        min(layout.pages_per_row, triton.cdiv(table.shape[1], layout.table_stride)),
-        layout.pages_per_row, parts, PITCH=state.expected_pages.stride(0),
+        COLUMNS=min(layout.pages_per_row, triton.cdiv(table.shape[1], layout.table_stride)),
+        MOST=layout.pages_per_row, PARTS=parts, PITCH=state.expected_pages.stride(0),
         TABLE_PITCH=table.stride(0), PADDING=layout.padding_row, SIZE=layout.page_size,
         SLOTS=layout.table_holds_slots, WRITES=writes, LANES=triton.next_power_of_2(max(writes, 1)),
         GENERATIONS=generations is not None, ENFORCE=enforce,
@@ -307,15 +331,15 @@ def check(
 
 
 @Launcher
-@triton.jit(do_not_specialize=["columns", "most", "parts"])
+@triton.jit
 def _check(  # type: ignore[no-untyped-def]
     tags, owner, counters, expected_pages, expected_tags, held, generation, verdict, rows, lengths,
-    table, slots, generations, columns, most, parts, PITCH: tl.constexpr,
-    TABLE_PITCH: tl.constexpr, PADDING: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr,
-    WRITES: tl.constexpr, LANES: tl.constexpr, GENERATIONS: tl.constexpr, ENFORCE: tl.constexpr,
-    ENTRIES: tl.constexpr,
+    table, slots, generations, COLUMNS: tl.constexpr, MOST: tl.constexpr, PARTS: tl.constexpr,
+    PITCH: tl.constexpr, TABLE_PITCH: tl.constexpr, PADDING: tl.constexpr, SIZE: tl.constexpr,
+    SLOTS: tl.constexpr, WRITES: tl.constexpr, LANES: tl.constexpr, GENERATIONS: tl.constexpr,
+    ENFORCE: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """`parts` programs to a row read; one more looks at what is written, and counts."""
+    """`PARTS` programs to a row read; one more looks at what is written, and counts."""
     item, part = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows + item).to(tl.int64)
     length = tl.load(lengths + item).to(tl.int32)
@@ -328,12 +352,12 @@ def _check(  # type: ignore[no-untyped-def]
     has = tl.load(held + row)
     needed = (length + SIZE - 1) // SIZE
     found = _CLEAN
-    if part < parts:
+    if part < PARTS:
         if live:
             found = _read(
                 tags, expected_pages + row * PITCH, expected_tags + row * PITCH,
-                table + row * TABLE_PITCH, part * ENTRIES, parts * ENTRIES,
-                tl.minimum(tl.minimum(needed, has), columns), SIZE, SLOTS, ENTRIES,
+                table + row * TABLE_PITCH, part * ENTRIES, PARTS * ENTRIES,
+                tl.minimum(tl.minimum(needed, has), COLUMNS), SIZE, SLOTS, ENTRIES,
             )  # fmt: skip
     else:
         if needed > has:
@@ -343,7 +367,7 @@ def _check(  # type: ignore[no-untyped-def]
                 found,
                 _write(
                     tags, owner, counters, expected_pages + row * PITCH,
-                    expected_tags + row * PITCH, slots + item * WRITES, row, length, has, most,
+                    expected_tags + row * PITCH, slots + item * WRITES, row, length, has, MOST,
                     live, current, SIZE, WRITES, LANES, ENFORCE,
                 ),
             )  # fmt: skip

@@ -64,7 +64,8 @@ class PageTagTracker:
         self._work.unbind(self.state, rows)
 
     def generations(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.state.generation[rows.long().clamp(min=0)]
+        found: torch.Tensor = self._work.generations(self.state, rows)
+        return found
 
     def extend(
         self,

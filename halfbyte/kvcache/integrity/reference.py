@@ -101,6 +101,11 @@ def unbind(state: State, rows: torch.Tensor) -> None:
     state.held.index_fill_(0, rows, 0)
 
 
+def generations(state: State, rows: torch.Tensor) -> torch.Tensor:
+    """See `Tracker.generations`; for padding anything."""
+    return state.generation[rows.long().clamp(min=0)]
+
+
 def expect_prefix(
     state: State,
     rows: torch.Tensor,

@@ -22,9 +22,9 @@ QUARANTINED = -2
 RESERVED_TAG = 1
 """Of page 0, which padding rows write to. It is odd and stays, so page 0 needs no exception."""
 
-FREE, FRESH, SHARED, RESERVED = -1, -2, -3, -4
+FREE, FRESH, SHARED, RESERVED, NOBODY = -1, -2, -3, -4, -5
 """Who may write to a page that is no row's: nobody; the row that claims it; nobody, since a prefix
-cache has it; padding rows."""
+cache has it; padding rows. No page has the last one."""
 
 
 class Kind(IntEnum):

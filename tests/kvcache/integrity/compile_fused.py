@@ -14,7 +14,7 @@ from halfbyte.kvcache.integrity.launch import Launcher
 
 WIDE = {"pages", "rows", "lengths", "slots", "counts"}
 """Tensors that engines have in int64; the others are the state's, in int32."""
-NUMBERS = {"count", "each", "most", "most_pages", "columns", "parts", "batch", "row", "start"}
+NUMBERS = {"count", "each", "most", "most_pages", "batch", "row", "start"}
 
 
 def compiled(launcher: Launcher, numbers: set[str] = NUMBERS, **constants: Any) -> int:
@@ -38,7 +38,8 @@ def main() -> None:
             how = {"ACQUIRE": acquire, "GIVEN": not acquire, "ENFORCE": enforce, "LANES": 128}
             print(compiled(fused._bump, **how))
         for ragged in (True, False):
-            how = {"SIZE": 64, "RAGGED": ragged, "ENFORCE": enforce, "LANES": 128, "PITCH": 336}
+            how = {"SIZE": 64, "RAGGED": ragged, "ENFORCE": enforce, "PITCH": 336}
+            how["LANES"] = 128 if ragged else 1
             print(compiled(fused._extend, NUMBERS | {"pages"}, **how))
         for writes in (0, 1, 3):
             print(compiled(fused._check, **checks(writes, enforce)))
@@ -46,6 +47,7 @@ def main() -> None:
         print(compiled(fused._rows, BIND=bind, LANES=128))
     for ragged in (True, False):
         print(compiled(fused._prefix, RAGGED=ragged, LANES=128, PITCH=336))
+    print(compiled(fused._generations, LANES=128))
     print(compiled(fused._share, LANES=128, PITCH=336))
     print(compiled(fused._report, PADDING=0, GENERATIONS=True, SIZE=64))
     print(compiled(fused._report, PADDING=-1, GENERATIONS=False, SIZE=16))
@@ -55,7 +57,8 @@ def checks(writes: int, enforce: bool) -> dict[str, Any]:
     return {
         "PADDING": 0, "SIZE": 64, "SLOTS": True, "WRITES": writes,
         "LANES": 4 if writes == 3 else 1, "GENERATIONS": writes == 1, "ENFORCE": enforce,
-        "ENTRIES": 512, "PITCH": 336, "TABLE_PITCH": 21504,
+        "ENTRIES": 512, "PITCH": 336, "TABLE_PITCH": 21504, "COLUMNS": 335, "MOST": 335,
+        "PARTS": 1 if writes else 2,
     }  # fmt: skip
 
 
