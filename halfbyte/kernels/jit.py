@@ -237,14 +237,15 @@ def _read(size_of, read, program: ctypes.c_void_p) -> bytes:  # type: ignore[no-
 
 @functools.cache
 def _nvrtc() -> ctypes.CDLL:
-    """NVRTC: of the system, or of the packages that came with torch."""
-    major = (torch.version.cuda or "").partition(".")[0]
+    """NVRTC: of the packages that came with torch, or of the system. A torch without CUDA takes any
+    that is installed."""
+    major = (torch.version.cuda or "*").partition(".")[0]
     name = f"libnvrtc.so.{major}"
     folders = {Path(torch.__file__).parents[1] / "nvidia", *(Path(p) / "nvidia" for p in sys.path)}
     bundled = [str(f) for folder in sorted(folders) for f in sorted(folder.glob(f"*/lib/{name}"))]
     for path in bundled:
         # NVRTC opens its second half by name, which finds it only when it is loaded already.
-        for half in sorted(Path(path).parent.glob(f"libnvrtc-builtins.so.{major}*")):
+        for half in sorted(Path(path).parent.glob(f"libnvrtc-builtins.so.{major}.*")):
             ctypes.CDLL(str(half), mode=ctypes.RTLD_GLOBAL)
         return ctypes.CDLL(path)
     with contextlib.suppress(OSError):

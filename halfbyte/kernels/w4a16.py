@@ -97,6 +97,13 @@ class Tile:
         stage = self.strips * self.warps_by_columns * block + LINE_BYTES * lines
         return -(-stage // 1024) * 1024
 
+    def instance(self, entry: str, dtype: torch.dtype, scales: int) -> str:
+        """The line of code that makes a kernel of this tile, for so many scales of a row in a
+        block; `entry` is dense, gate_up or down."""
+        shape = (self.row_groups, self.tokens, self.warps_by_rows, self.warps_by_columns)
+        arguments = ", ".join(str(value).lower() for value in (*shape, self.wide, scales))
+        return f"{_ENTRIES[entry]}({_ELEMENTS[dtype]}, {arguments})"
+
     @property
     def sums_bytes(self) -> int:
         return 4 * fragments.ROWS * self.strips * self.tokens * self.warps_by_columns
@@ -444,11 +451,9 @@ def _launch(
     depth = min(tile.depth, depth, pieces * -(-blocks // tile.warps_by_columns))
     sums_at = _BARRIER_BYTES + (depth * stage if gathered else 0)
     shared = max(_BARRIER_BYTES + depth * stage, sums_at + tile.sums_bytes)
-    shape = (tile.row_groups, tile.tokens, tile.warps_by_rows, tile.warps_by_columns)
-    arguments = ", ".join(str(value).lower() for value in (*shape, tile.wide, scales))
-    instance = f"{_ENTRIES[entry]}({_ELEMENTS[dtype]}, {arguments})"
+    made = kernel("w4a16", "run", shared, tile.instance(entry, dtype, scales))
     return _Launch(
-        kernel("w4a16", "run", shared, instance), tile, 2 if entry == "gate_up" else 1,
+        made, tile, 2 if entry == "gate_up" else 1,
         1 if gathered else capacity, (depth, capacity, sums_at),
     )  # fmt: skip
 
