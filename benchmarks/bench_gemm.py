@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--humming", action="store_true", help="it is installed, too")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 16, 32, 64])
     parser.add_argument("--group-size", type=int, default=32)
+    parser.add_argument("--only", choices=["dense", "experts"], help="of both [both]")
     parser.add_argument("--json", type=Path, default=Path("build/bench-gemm.jsonl"))
     arguments = parser.parse_args()
     if arguments.vllm:
@@ -61,11 +62,11 @@ def main() -> None:
             )
 
         lines = []
-        for rows, columns in SHAPES:
+        for rows, columns in SHAPES if arguments.only != "experts" else ():
             for line in dense(rows, columns, arguments, bandwidth):
                 report(line)
                 lines.append(line)
-        for line in experts(arguments, bandwidth):
+        for line in experts(arguments, bandwidth) if arguments.only != "dense" else ():
             report(line)
             lines.append(line)
     for tokens in arguments.tokens:
@@ -73,16 +74,16 @@ def main() -> None:
         products = [line["us"] for line in now if line["what"] != "experts"]
         summarize(f"M={tokens}", "Marlin", products, ("Marlin",))
         summarize(f"M={tokens}", "the best FP8", products, ("FP8, torch", "FP8, CUTLASS"))
-        summarize(f"M={tokens}, experts", "Marlin", [now[-1]["us"]], ("Marlin",))
+        routed = [line["us"] for line in now if line["what"] == "experts"]
+        summarize(f"M={tokens}, experts", "Marlin", routed, ("Marlin",))
 
 
 def summarize(
     what: str, name: str, products: Sequence[dict[str, float]], peer: Sequence[str]
 ) -> None:
-    """Prints how many times as fast ours are as the faster one of some peers."""
-    for us in products:
-        if not set(peer) & us.keys():
-            return
+    """Prints how many times as fast ours are as the faster one of some peers, if they ran."""
+    if not products or any(not set(peer) & us.keys() for us in products):
+        return
     found = [[min(us[p] for p in peer if p in us) / us[own] for own in OURS] for us in products]
     plain, early = (statistics.geometric_mean(column) for column in zip(*found, strict=True))
     least, least_early = (min(column) for column in zip(*found, strict=True))

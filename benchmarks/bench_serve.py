@@ -3,10 +3,12 @@
     python -m benchmarks.bench_serve CHECKPOINT --texts heldout.jsonl [--device cuda]
 
 A small model decodes over a paged cache with shared prefixes, chunked prefill, overlapping steps
-and cancellations (`halfbyte.testing.paged_model`). Each repeat serves the same requests with the
-tracker off, off once more, and in mode abort, in an order that changes; figures are compared within
-a repeat. What "off again" differs from "off" is what the measurement cannot tell. Changes are means
-over repeats, with their 95 % interval. All arms must answer the same.
+and cancellations (`halfbyte.testing.paged_model`). Three servers answer the same requests: with the
+tracker off, off once more, and in mode abort. They take turns, a turn of the scheduler each, in an
+order that changes. Each has a clock that runs in its own turns alone, to the end of what it gave
+the GPU: so what slows a machine down for a while slows down all of them. What "off again" differs
+from "off" is what the measurement cannot tell. Changes are means over repeats, with their 95 %
+interval. All arms must answer the same.
 Prints a line of JSON for each comparison.
 """
 
@@ -30,7 +32,7 @@ from halfbyte.errors import HalfbyteError
 from halfbyte.evals.model import load_model
 from halfbyte.evals.statistics import mean_interval
 from halfbyte.kvcache.integrity.tracker import Mode
-from halfbyte.testing.paged_model import ModelServer, serve
+from halfbyte.testing.paged_model import ModelServer, turns
 
 ARMS: dict[str, Mode] = {"off": "off", "off again": "off", "abort": "abort"}
 PREFIXES = 4
@@ -55,19 +57,18 @@ def main() -> None:
     figures: dict[str, list[tuple[float, float]]] = {arm: [] for arm in ARMS}
     answers: list[list[int]] | None = None
     for repeat in range(arguments.repeats + 1):
-        order = list(ARMS)
-        random.Random(repeat).shuffle(order)
-        for arm in order:
-            server, throughput = run(model, ARMS[arm], prompts, arguments)
-            found = [request.output for request in server.requests]
+        arms = {arm: Arm(model, mode, prompts, arguments) for arm, mode in ARMS.items()}
+        take_turns(list(arms.values()), random.Random(repeat))
+        for name, arm in arms.items():
+            found = [request.output for request in arm.server.requests]
             if answers is not None and found != answers:
-                raise HalfbyteError(f"repeat {repeat}, {arm}: other answers than before")
+                raise HalfbyteError(f"repeat {repeat}, {name}: other answers than before")
             answers = found
             if repeat:  # the first one warms up
-                p95 = statistics.quantiles(server.delays, n=20)[-1]
-                figures[arm].append((throughput, p95 * 1e3))
-    for arm in list(ARMS)[1:]:
-        print(json.dumps(compare(arm, figures, arguments)), flush=True)
+                p95 = statistics.quantiles(arm.server.delays, n=20)[-1]
+                figures[name].append((sum(map(len, found)) / arm.seconds, p95 * 1e3))
+    for name in list(ARMS)[1:]:
+        print(json.dumps(compare(name, figures, arguments)), flush=True)
 
 
 def make_prompts(checkpoint: Path, texts: Path, count: int) -> list[list[int]]:
@@ -85,21 +86,40 @@ def make_prompts(checkpoint: Path, texts: Path, count: int) -> list[list[int]]:
     return [pieces[n % PREFIXES][: 200 + 37 * n % (LONGEST - 200)] for n in range(count)]
 
 
-def run(
-    model: Any, mode: Mode, prompts: Sequence[Sequence[int]], arguments: argparse.Namespace
-) -> tuple[ModelServer, float]:
-    """The server afterwards, and how many tokens it gave in a second."""
-    server = ModelServer(
-        model, mode=mode, page_size=arguments.page_size, pages=8_192 // arguments.page_size,
-        rows=17, longest=LONGEST + arguments.tokens + arguments.page_size, chunk=512,
-    )  # fmt: skip
-    cancelled = frozenset(range(5, len(prompts), 8))
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    serve(server, prompts, arguments.tokens, cancel=cancelled)
-    seconds = time.perf_counter() - start
-    return server, sum(len(request.output) for request in server.requests) / seconds
+class Arm:
+    """A server with a clock of its own, which has run for `seconds`."""
+
+    def __init__(
+        self, model: Any, mode: Mode, prompts: Sequence[Sequence[int]],
+        arguments: argparse.Namespace,
+    ) -> None:  # fmt: skip
+        self.server = ModelServer(
+            model, mode=mode, page_size=arguments.page_size, pages=8_192 // arguments.page_size,
+            rows=17, longest=LONGEST + arguments.tokens + arguments.page_size, chunk=512,
+        )  # fmt: skip
+        self.server.clock = lambda: self.seconds + time.perf_counter() - self._started
+        self.seconds = self._started = 0.0
+        cancelled = frozenset(range(5, len(prompts), 8))
+        self._turns = turns(self.server, prompts, arguments.tokens, cancel=cancelled)
+
+    def turn(self) -> bool:
+        """Whether there was one to take."""
+        self._started = time.perf_counter()
+        there = next(self._turns, self) is None
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds += time.perf_counter() - self._started
+        return there
+
+
+def take_turns(arms: list[Arm], chance: random.Random) -> None:
+    """Until all have ended, which is at the same turn."""
+    there = [True]
+    while any(there):
+        chance.shuffle(arms)
+        there = [arm.turn() for arm in arms]
+        if any(there) != all(there):
+            raise HalfbyteError("one server took more turns than another")
 
 
 def compare(

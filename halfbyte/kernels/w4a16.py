@@ -373,7 +373,7 @@ def _bytes_of_a_program(tile: Tile, blocks: int) -> float:
 def _microseconds(tile: Tile, split: int, rows: int, columns: int, processors: int) -> float:
     """About what a product takes, up to what is the same for all tiles: the programs that a
     multiprocessor runs one after the other times the bytes of each, and what clusters cost. Chooses
-    within 3 % of the best on average over 51 products; see docs/results.md."""
+    within 3 % of the best on average over 57 products (`benchmarks/tune_tiles.py`)."""
     programs = -(-rows // (fragments.ROWS * tile.strips)) * split
     turns = math.ceil(programs / (processors * _CLUSTERS[split]))
     nbytes = _bytes_of_a_program(tile, math.ceil(math.ceil(columns / fragments.COLUMNS) / split))

@@ -9,7 +9,7 @@ copy for each step, of the tokens and of the tracker's report.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +78,8 @@ class Output:
 
 class ModelServer(Server):
     """Answers with the most likely tokens of `model`, a causal language model of transformers with
-    GLM-5's attention. `delays` are the seconds from one token of a request to its next."""
+    GLM-5's attention. `delays` are the seconds, by `clock`, from one token of a request to its
+    next."""
 
     keeps_evicted = False
 
@@ -101,6 +102,7 @@ class ModelServer(Server):
         self.model = model
         self.cache = PagedCache(pages * page_size)
         self.delays: list[float] = []
+        self.clock: Callable[[], float] = time.perf_counter
         self._last: dict[int, float] = {}
 
     def wrong(self) -> list[Request]:
@@ -131,7 +133,7 @@ class ModelServer(Server):
         step.report = host[count:]
         before = {r.number: len(r.output) for r in step.live() if r}
         super()._process(step)
-        now = time.perf_counter()
+        now = self.clock()
         for number, length in before.items():
             if len(self.requests[number].output) > length:
                 if number in self._last:
@@ -202,20 +204,29 @@ def serve(
 ) -> None:
     """All prompts, two more at each turn of the loop, `count` tokens each. The numbers in `cancel`
     are cancelled in the middle."""
+    for _ in turns(server, prompts, count, cancel=cancel):
+        pass
+
+
+def turns(
+    server: ModelServer, prompts: Sequence[Sequence[int]], count: int, *, cancel: frozenset[int]
+) -> Iterator[None]:
+    """`serve`, a turn of the loop at a time."""
     for number, prompt in enumerate(prompts):
         server.submit(prompt, count)
         if number % 2:
-            server.iterate()
-            _cancel(server, count, cancel)
+            _turn(server, count, cancel)
+            yield
     for _ in range(100 * len(prompts)):
         if not (server.waiting or server.running or server.in_flight):
             return
-        server.iterate()
-        _cancel(server, count, cancel)
+        _turn(server, count, cancel)
+        yield
     raise AssertionError("requests are left")
 
 
-def _cancel(server: ModelServer, count: int, numbers: frozenset[int]) -> None:
-    for request in [r for r in server.running if r.number in numbers]:
+def _turn(server: ModelServer, count: int, cancel: frozenset[int]) -> None:
+    server.iterate()
+    for request in [r for r in server.running if r.number in cancel]:
         if len(request.output) >= count // 2:
             server.cancel(request)
