@@ -79,7 +79,8 @@ class Tile:
     wide: bool = False
     """With the tensor cores of four warps at once, which only compute capability 9.0 has."""
     depth: int = 3
-    """Stages of the ring, at most; there are as many as shared memory has room for."""
+    """Stages of the ring, at most; there are as many as shared memory has room for. Few leave room
+    for another program, of the next kernel, too, which loads weights while this one ends."""
 
     @property
     def strips(self) -> int:
