@@ -26,7 +26,8 @@ LANES = 128
 _CLEAN, _STEP = tl.constexpr(state.CLEAN), tl.constexpr(state.VERDICT_STEP)
 _QUARANTINED = tl.constexpr(state.QUARANTINED)
 _FREE, _FRESH = tl.constexpr(state.FREE), tl.constexpr(state.FRESH)
-_SHARED, _NOBODY = tl.constexpr(state.SHARED), tl.constexpr(state.NOBODY)
+_SHARED, _RESERVED = tl.constexpr(state.SHARED), tl.constexpr(state.RESERVED)
+_NOBODY = tl.constexpr(state.NOBODY)
 _TABLE, _TAG, _LENGTH = (tl.constexpr(int(k)) for k in (Kind.TABLE, Kind.TAG, Kind.LENGTH))
 _ROW, _WRITE, _CLAIM = (tl.constexpr(int(k)) for k in (Kind.ROW, Kind.WRITE, Kind.CLAIM))
 _CHECKS, _ROWS = tl.constexpr(int(Counter.CHECKS)), tl.constexpr(int(Counter.ROWS))
@@ -156,6 +157,7 @@ def extend(
     lengths: torch.Tensor,
     slots: torch.Tensor,
     counts: torch.Tensor | None,
+    generations: torch.Tensor | None,
     *,
     enforce: bool,
 ) -> None:
@@ -166,10 +168,12 @@ def extend(
     each = total if counts is not None else total // batch
     _extend(
         (batch, triton.cdiv(each, LANES), 1), state.tags, state.owner, state.counters,
-        state.expected_pages, state.expected_tags, state.held, state.verdict, rows.contiguous(),
-        lengths.contiguous(), slots.contiguous(), rows if counts is None else counts.contiguous(),
-        each, layout.pages, layout.pages_per_row, PITCH=state.expected_pages.stride(0),
-        SIZE=layout.page_size, RAGGED=counts is not None, ENFORCE=enforce,
+        state.expected_pages, state.expected_tags, state.held, state.generation, state.verdict,
+        rows.contiguous(), lengths.contiguous(), slots.contiguous(),
+        rows if counts is None else counts.contiguous(),
+        rows if generations is None else generations.contiguous(), each, layout.pages,
+        layout.pages_per_row, PITCH=state.expected_pages.stride(0), SIZE=layout.page_size,
+        RAGGED=counts is not None, GENERATIONS=generations is not None, ENFORCE=enforce,
         LANES=min(LANES, triton.next_power_of_2(each)),
     )  # fmt: skip
 
@@ -177,15 +181,18 @@ def extend(
 @Launcher
 @triton.jit(do_not_specialize=["each", "pages", "most"])
 def _extend(  # type: ignore[no-untyped-def]
-    tags, owner, counters, expected_pages, expected_tags, held, verdict, rows, lengths, slots,
-    counts, each, pages, most, PITCH: tl.constexpr, SIZE: tl.constexpr, RAGGED: tl.constexpr,
-    ENFORCE: tl.constexpr, LANES: tl.constexpr,
+    tags, owner, counters, expected_pages, expected_tags, held, generation, verdict, rows, lengths,
+    slots, counts, generations, each, pages, most, PITCH: tl.constexpr, SIZE: tl.constexpr,
+    RAGGED: tl.constexpr, GENERATIONS: tl.constexpr, ENFORCE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     item = tl.program_id(0)
     start, count = _span(counts, item, each, RAGGED, LANES)
     lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
     inside = lane < count
     row, length = tl.load(rows + item).to(tl.int64), tl.load(lengths + item).to(tl.int32)
+    mine = row >= 0
+    if GENERATIONS:
+        mine = tl.load(generation + row) == tl.load(generations + item)
     slot = tl.load(slots + start + lane, mask=inside, other=0).to(tl.int32)
     position = length - count + lane
     entry = position // SIZE
@@ -198,18 +205,20 @@ def _extend(  # type: ignore[no-untyped-def]
         # Lanes without a page compare with what no owner is, each in a place of its own, since
         # those that meet in one wait for each other.
         free = tl.where(known, _FRESH, _NOBODY)
-        own = tl.zeros((LANES,), tl.int32) + row.to(tl.int32)
+        own = tl.zeros((LANES,), tl.int32) + tl.where(mine, row, _RESERVED).to(tl.int32)
         good &= tl.atomic_cas(owner + tl.where(known, page, lane % pages), free, own) == free
     place = row * PITCH + entry
-    tl.store(expected_pages + place, page, mask=begins)
-    tl.store(expected_tags + place, tl.load(tags + page), mask=begins)
-    if (tl.program_id(1) == 0) & (count > 0):
+    tl.store(expected_pages + place, page, mask=begins & mine)
+    tl.store(expected_tags + place, tl.load(tags + page), mask=begins & mine)
+    if mine & (tl.program_id(1) == 0) & (count > 0):
         tl.store(held + row, tl.minimum((length + SIZE - 1) // SIZE, most))
     wrong = begins & ~good
     failed = tl.sum(wrong.to(tl.int32))
     if failed > 0:
         tl.atomic_add(counters + _CLAIMS, failed)
-        tl.atomic_min(verdict + row, tl.min(tl.where(wrong, entry * _STEP + _CLAIM, _CLEAN), 0))
+        if mine:
+            first = tl.min(tl.where(wrong, entry * _STEP + _CLAIM, _CLEAN), 0)
+            tl.atomic_min(verdict + row, first)
         if ENFORCE:
             _poison(tags, owner, counters, page, wrong, LANES)
 

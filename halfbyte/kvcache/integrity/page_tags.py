@@ -73,8 +73,11 @@ class PageTagTracker:
         lengths: torch.Tensor,
         slots: torch.Tensor,
         counts: torch.Tensor | None = None,
+        generations: torch.Tensor | None = None,
     ) -> None:
-        self._work.extend(self.state, rows, lengths, slots, counts, enforce=self._enforce)
+        self._work.extend(
+            self.state, rows, lengths, slots, counts, generations, enforce=self._enforce
+        )
 
     def expect_prefix(
         self,

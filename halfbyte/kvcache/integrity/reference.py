@@ -13,6 +13,7 @@ from halfbyte.kvcache.integrity.state import (
     FREE,
     FRESH,
     QUARANTINED,
+    RESERVED,
     SHARED,
     VERDICT_STEP,
     Counter,
@@ -58,13 +59,18 @@ def extend(
     lengths: torch.Tensor,
     slots: torch.Tensor,
     counts: torch.Tensor | None,
+    generations: torch.Tensor | None,
     *,
     enforce: bool,
 ) -> None:
     """See `Tracker.extend`."""
     layout, slots = state.layout, slots.flatten()
     item, left = _ragged(slots.numel(), rows.numel(), counts, slots.device)
-    row = rows.long()[item]
+    rows = rows.long()
+    mine = torch.ones_like(rows, dtype=torch.bool)
+    if generations is not None:
+        mine = state.generation[rows] == generations
+    row, own = rows[item], mine[item]
     position = lengths.long()[item] - left
     entry = position // layout.page_size
     begins = (position % layout.page_size == 0) & (entry >= 0) & (entry < layout.pages_per_row)
@@ -74,12 +80,13 @@ def extend(
     again[order] = repeated
     good = begins & ~again & (state.owner[page] == FRESH)
     wrong = begins & ~good
-    column = torch.where(begins, entry, layout.pages_per_row)
+    column = torch.where(begins & own, entry, layout.pages_per_row)
     state.expected_pages[row, column] = page.int()
     state.expected_tags[row, column] = state.tags[page]
-    _assign(state.owner, page, good, row.int())
-    state.held[rows.long()] = _pages_of(state, lengths).clamp(max=layout.pages_per_row)
-    found = torch.where(wrong, entry * VERDICT_STEP + Kind.CLAIM, CLEAN).int()
+    _assign(state.owner, page, good, torch.where(own, row, RESERVED).int())
+    held = _pages_of(state, lengths).clamp(max=layout.pages_per_row)
+    state.held[rows] = torch.where(mine, held, state.held[rows])
+    found = torch.where(wrong & own, entry * VERDICT_STEP + Kind.CLAIM, CLEAN).int()
     state.verdict.scatter_reduce_(0, row, found, "amin")
     if enforce:
         _poison(state, page, wrong)

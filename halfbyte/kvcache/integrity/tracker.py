@@ -99,11 +99,13 @@ class Tracker(Protocol):
         lengths: torch.Tensor,
         slots: torch.Tensor,
         counts: torch.Tensor | None = None,
+        generations: torch.Tensor | None = None,
     ) -> None:
         """Requests get places for new tokens: the last ones of each row, up to `lengths` [b] tokens
         of it in all, are in `slots` [n], ragged. The place of a token is its page times the page
         size, and its number in the page. Pages that begin here become the row's own, which they
-        can only if they were acquired and are nobody's yet."""
+        can only if they were acquired and are nobody's yet. With `generations` [b] a row that
+        another request has by now gets nothing, and the pages become nobody's."""
 
     def expect_prefix(
         self,
@@ -207,6 +209,7 @@ class NoopTracker:
         lengths: torch.Tensor,
         slots: torch.Tensor,
         counts: torch.Tensor | None = None,
+        generations: torch.Tensor | None = None,
     ) -> None: ...
 
     def expect_prefix(

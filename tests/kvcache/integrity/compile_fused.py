@@ -39,6 +39,7 @@ def main() -> None:
             print(compiled(fused._bump, **how))
         for ragged in (True, False):
             how = {"SIZE": 64, "RAGGED": ragged, "ENFORCE": enforce, "PITCH": 336}
+            how["GENERATIONS"] = enforce
             how["LANES"] = 128 if ragged else 1
             print(compiled(fused._extend, NUMBERS | {"pages"}, **how))
         for writes in (0, 1, 3):

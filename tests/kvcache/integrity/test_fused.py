@@ -22,6 +22,7 @@ from halfbyte.kvcache.integrity.state import (
     CLEAN,
     FREE,
     QUARANTINED,
+    RESERVED,
     SHARED,
     Counter,
     Kind,
@@ -181,6 +182,29 @@ def test_ragged_batches_extend_alike() -> None:
     pair("extend", torch.tensor([3, 1, 2]), counts, slots, counts)
     assert pair.both[1].state.held.tolist() == [0, 7, 1, 1] + [0] * 5
     assert pair.both[1].state.expected_pages[1, :7].tolist() == list(range(2, 9))
+
+
+def test_a_row_of_another_request_by_now_gets_nothing() -> None:
+    pair = Pair(LAYOUTS[0], "abort", seed=3)
+    pair("acquire", torch.arange(1, 10))
+    rows = torch.tensor([1, 2])
+    pair("bind", rows)
+    generations = pair("generations", rows)
+    assert generations is not None
+    pair("unbind", rows[1:])
+    pair("bind", rows[1:])  # the row's next request
+    slots = torch.tensor([*range(4, 12), *range(12, 20)])
+    pair("extend", rows, torch.tensor([8, 8]), slots, None, generations)
+    state = pair.both[1].state
+    assert state.held[1:3].tolist() == [2, 0]
+    assert state.expected_pages[1:3, :2].tolist() == [[1, 2], [0, 0]]
+    assert state.owner[1:5].tolist() == [1, 1, RESERVED, RESERVED]
+    assert int(state.verdict[2]) == CLEAN
+    # A page that is not to be had is counted and kept from everybody, but nobody is to blame.
+    pair("extend", rows[1:], torch.tensor([4]), slots[8:12], None, generations[1:])
+    assert state.counters[Counter.CLAIM] == 1
+    assert int(state.verdict[2]) == CLEAN
+    assert int(state.tags[3]) == QUARANTINED
 
 
 def test_prefixes_are_shared_and_expected_alike() -> None:
