@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from importlib import metadata
 from typing import Any
@@ -48,6 +49,31 @@ logger = logging.getLogger(__name__)
 ALLOCATORS = ("PagedTokenToKVPoolAllocator", "TokenToKVPoolAllocator")
 POOLS = ("DSATokenToKVPool", "MHATokenToKVPool", "MLATokenToKVPool")
 """Of one kind of page, which one request owns or a prefix cache holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What is needed of a batch's requests, and costs a look at each."""
+
+    reqs: Sequence[Any] = ()
+    generations: torch.Tensor | None = None
+    """[b]: of the rows that are the requests' own."""
+    checked: torch.Tensor | None = None
+    """int64 [b]: 0 for rows of beam searches; None where there are none."""
+
+
+class _Rows(Sequence[int | None]):
+    """The rows of requests, looked up when a verdict asks for one: most often none does."""
+
+    def __init__(self, reqs: Sequence[Any]) -> None:
+        self._reqs = reqs
+
+    def __len__(self) -> int:
+        return len(self._reqs)
+
+    def __getitem__(self, position: Any) -> Any:
+        req = self._reqs[position]
+        return None if req.finished() or req.is_retracted else req.kv.req_pool_idx
 
 
 class Guard:
@@ -77,6 +103,7 @@ class Guard:
         """The pages that the request which is being released may still give back; None for all."""
         self.keeps_row = False
         """Whether that request's row is another's by now."""
+        self._batch = _Batch()
 
     def pages(self, slots: torch.Tensor) -> torch.Tensor:
         """Of `slots` that begin where a page does and leave none out."""
@@ -114,16 +141,19 @@ class Guard:
     ) -> None:  # fmt: skip
         # What SGLang writes to a row that is another's by now must not become that one's.
         known = rows[: len(batch.reqs)]
-        mine = self.tracker.generations(known) == _generations(batch)
-        rows = torch.cat([torch.where(mine, known, 0), rows[len(batch.reqs) :]])
+        mine = self.tracker.generations(known) == self._of(batch).generations
+        beams = rows[len(batch.reqs) :]
+        rows = known * mine
+        if len(beams):
+            rows = torch.cat([rows, beams])
         self.tracker.extend(rows, lengths, slots, counts)
 
     def check(self, batch: Any) -> torch.Tensor:
         """The report on a batch that is about to run."""
-        rows = batch.req_pool_indices[: len(batch.reqs)]
-        if any(req.beam_group is not None for req in batch.reqs):
-            rows = rows * self.to_device([req.beam_group is None for req in batch.reqs])
-        generations = _generations(batch)
+        known = self._of(batch)
+        rows, generations = batch.req_pool_indices[: len(batch.reqs)], known.generations
+        if known.checked is not None:
+            rows = rows * known.checked
         lengths = batch.seq_lens[: len(batch.reqs)]
         slots = batch.out_cache_loc[: len(batch.reqs)] if batch.forward_mode.is_decode() else None
         self.tracker.check(rows, lengths, self._table.req_to_token, slots, generations)
@@ -135,10 +165,25 @@ class Guard:
             )
         return report
 
+    def _of(self, batch: Any) -> _Batch:
+        """Kept while the requests of one decode step are those of the next."""
+        if batch.reqs != self._batch.reqs:
+            beams = [req.beam_group is not None for req in batch.reqs]
+            self._batch = _Batch(
+                list(batch.reqs),
+                torch.cat([req.halfbyte_generation for req in batch.reqs]),
+                self.to_device([not beam for beam in beams]) if any(beams) else None,
+            )
+        return self._batch
+
+    def start(self, req: Any, generation: torch.Tensor) -> None:
+        """The request has a row, whose generation [1] is `generation`."""
+        req.halfbyte_generation = generation
+        self._batch = _Batch()
+
     def settle(self, reqs: Sequence[Any], report: torch.Tensor) -> Sequence[Violation]:
         """The violations whose requests are to be ended."""
-        rows = [None if req.finished() or req.is_retracted else req.kv.req_pool_idx for req in reqs]
-        violations = self.tracker.settle(report, rows)
+        violations = self.tracker.settle(report, _Rows(reqs))
         quarantined = self.tracker.metrics()["quarantined_pages"]
         if quarantined != self.quarantined_pages and self.mode != "log":
             self._allocator.free_pages = self.tracker.usable(self._allocator.free_pages)
@@ -151,10 +196,6 @@ class Guard:
         self.prefix.clear()
         self.lost_tokens = 0
         self._allocator.free_pages = self.tracker.usable(self._allocator.free_pages)
-
-
-def _generations(batch: Any) -> torch.Tensor:
-    return torch.cat([req.halfbyte_generation for req in batch.reqs])
 
 
 _guards: WeakKeyDictionary[Any, Guard] = WeakKeyDictionary()
@@ -264,7 +305,7 @@ def _extending(original: Callable[..., Any], batch: Any) -> Any:
     slots, rows, rows_cpu = original(batch)
     generations = guard.tracker.generations(rows)
     for i in new:
-        batch.reqs[i].halfbyte_generation = generations[i : i + 1]
+        guard.start(batch.reqs[i], generations[i : i + 1])
     if hits:
         pages = torch.cat(prefixes)
         guard.tracker.expect_prefix(
