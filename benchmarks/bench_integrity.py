@@ -9,26 +9,24 @@ torch, on a clean state and with a fault.
 
 Host times are of one decode step's calls, launches included and the GPU not waited for: pages for
 the rows that need one, their places, the check (which an engine that replays graphs does not
-launch), the report, its copy, and settling it. Where vLLM is installed its plugin's hooks are timed
-as well, on vLLM's own cache manager and block pool. Prints a line of JSON for each case.
+launch), the report, its copy, and settling it. Where an engine is installed its plugin's hooks are
+timed as well (`engine_hooks`). Prints a line of JSON for each case.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from benchmarks import engine_hooks
 from halfbyte.errors import HalfbyteError
 from halfbyte.kernels.decode_bench import CACHE_BYTES, graph_time
 from halfbyte.kvcache.integrity import reference
@@ -91,10 +89,8 @@ def main() -> None:
     for page_size in (64, 1):
         for batch in HOST_BATCHES:
             tell(host_line(batch, page_size, arguments.steps))
-    if find_spec("vllm") is not None:
-        clock = time_vllm_hooks()
-        for batch in HOST_BATCHES:
-            tell(vllm_line(batch, arguments.steps, clock))
+    for line in engine_hooks.lines(HOST_BATCHES, arguments.steps):
+        tell(line | {"share_of_step": line["us"] / (STEP_MS * 1e3)})
     if arguments.json:
         arguments.json.write_text("\n".join(lines) + "\n")
 
@@ -294,134 +290,6 @@ def host_times(mode: Mode, batch: int, page_size: int, steps: int, *, check: boo
         if bad:
             raise HalfbyteError(f"{bad[0]}, where there is no fault")
     return times[len(times) // 4 :]
-
-
-class Clock:
-    """Time spent in hooks, without what the functions take that they replace, and without what
-    it takes to look at the clock."""
-
-    def __init__(self) -> None:
-        self.seconds = self.overhead = 0.0
-        nothing = self.around(lambda original: original())
-        spent = []
-        for _ in range(10_000):
-            self.seconds = 0.0
-            nothing(lambda: None)
-            spent.append(self.seconds)
-        self.overhead = statistics.median(spent)
-
-    def around(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        now = time.perf_counter
-
-        def timed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            def untimed(*args: Any, **kwargs: Any) -> Any:
-                start = now()
-                try:
-                    return original(*args, **kwargs)
-                finally:
-                    self.seconds -= now() - start
-
-            start = now()
-            try:
-                return hook(untimed, *args, **kwargs)
-            finally:
-                self.seconds += now() - start - self.overhead
-
-        return timed
-
-
-def time_vllm_hooks() -> Clock:
-    """Puts the plugin's hooks in place, each under the clock."""
-    from halfbyte.kvcache.plugins import hooks, vllm
-
-    clock = Clock()
-    for hook in vllm.HOOKS:
-        hooks.put_in_place(replace(hook, around=clock.around(hook.around)))
-    return clock
-
-
-VLLM_TOKENS, VLLM_BLOCK = 21_400, 16
-
-
-def vllm_line(batch: int, steps: int, clock: Clock) -> dict[str, Any]:
-    """Microseconds of the hooks in a decode step: the median and the 99th percentile. One in
-    sixteen requests gets a block. Every block that is free was cached before."""
-    from vllm.sampling_params import SamplingParams
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-    from vllm.v1.request import Request
-
-    from halfbyte.kvcache.plugins import vllm as plugin
-
-    init_none_hash(sha256)
-    hasher, most = get_request_block_hasher(VLLM_BLOCK, sha256), VLLM_TOKENS + steps + VLLM_BLOCK
-
-    def request(name: str, first: int, tokens: int) -> Any:
-        prompt = [first, *range(1, tokens)]
-        parameters = SamplingParams(max_tokens=steps + 1, ignore_eos=True)
-        return Request(name, prompt, parameters, None, block_hasher=hasher)
-
-    blocks = batch * -(-most // VLLM_BLOCK) + 1
-    spec = FullAttentionSpec(VLLM_BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    config = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
-    manager = KVCacheManager(config, 2**20, VLLM_BLOCK, VLLM_BLOCK, enable_caching=True)
-    guard = plugin.attach("abort", manager.block_pool, block_size=VLLM_BLOCK)
-    for i in range(batch):
-        old = request(f"old {i}", 10**6 + i, (blocks - 1) // batch * VLLM_BLOCK)
-        manager.allocate_slots(old, old.num_tokens)
-    for i in range(batch):
-        manager.free(SimpleNamespace(request_id=f"old {i}"))
-
-    scheduler = SimpleNamespace(kv_cache_manager=manager, requests={})
-    running = scheduler.requests
-    new = []
-    for i in range(batch):
-        one = request(str(i), i, VLLM_TOKENS + i % VLLM_BLOCK)
-        given = manager.allocate_slots(one, one.num_tokens)
-        ids = given.get_block_ids()
-        new.append(SimpleNamespace(req_id=str(i), block_ids=ids, num_computed_tokens=0))
-        running[str(i)], one.num_computed_tokens = one, one.num_tokens
-    names, tokens = list(running), dict.fromkeys(running, 1)
-
-    def step(output: Any) -> None:
-        clock.around(plugin._scheduling)(lambda _: output, scheduler)
-        clock.around(plugin._updating)(lambda *_: {}, scheduler, output, None)
-
-    def told(new: list[Any], ids: list[Any]) -> Any:
-        cached = SimpleNamespace(
-            req_ids=names[: len(ids)], new_block_ids=ids, resumed_req_ids=set(),
-            num_computed_tokens=[0] * len(ids),
-        )  # fmt: skip
-        return SimpleNamespace(
-            scheduled_new_reqs=new, scheduled_cached_reqs=cached, num_scheduled_tokens=tokens
-        )
-
-    step(told(new, []))
-    gc.collect()
-    gc.freeze()  # as vLLM does when it has started
-    times = []
-    for _ in range(steps):
-        clock.seconds = 0.0
-        ids = []
-        for one in running.values():
-            one.append_output_token_ids(0)
-            ids.append(manager.allocate_slots(one, 1).get_block_ids(allow_none=True))
-            one.num_computed_tokens += 1
-        step(told([], ids))
-        times.append(clock.seconds * 1e6)
-    metrics = guard.tracker.metrics()
-    if metrics["checks"] != steps + 1 or metrics["rows_checked"] != batch * (steps + 1):
-        raise HalfbyteError(f"{metrics['checks']} checks in {steps + 1} steps")
-    if found := [k for k, n in metrics.items() if k.startswith("violations") and n]:
-        raise HalfbyteError(f"{found}, where there is no fault")
-    median = statistics.median(times)
-    return {
-        "what": "vllm", "requests": batch, "tokens": VLLM_TOKENS, "block_size": VLLM_BLOCK,
-        "us": median, "us_p99": statistics.quantiles(times, n=100)[-1],
-        "share_of_step": median / (STEP_MS * 1e3),
-    }  # fmt: skip
 
 
 if __name__ == "__main__":
