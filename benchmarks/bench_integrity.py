@@ -90,7 +90,8 @@ def main() -> None:
         for batch in HOST_BATCHES:
             tell(host_line(batch, page_size, arguments.steps))
     for line in engine_hooks.lines(HOST_BATCHES, arguments.steps):
-        tell(line | {"share_of_step": line["us"] / (STEP_MS * 1e3)})
+        hooks = line.get("us_hooks", line["us"])
+        tell(line | {"share_of_step": hooks / (STEP_MS * 1e3)})
     if arguments.json:
         arguments.json.write_text("\n".join(lines) + "\n")
 

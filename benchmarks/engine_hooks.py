@@ -13,6 +13,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -182,6 +183,7 @@ def _prove(metrics: Any, batch: int, steps: int) -> None:
 
 def time_sglang_hooks() -> Clock:
     """The same for SGLang, whose model and processing of results do nothing here."""
+    _import_torchvision()
     from sglang.srt.managers.scheduler_components import batch_result_processor
     from sglang.srt.managers.tp_worker import TpModelWorker
     from sglang.srt.managers.utils import GenerationBatchResult
@@ -204,12 +206,23 @@ def time_sglang_hooks() -> Clock:
     return clock
 
 
+def _import_torchvision() -> None:
+    """SGLang imports it. A build for CUDA asks for these two operators, which torch for the CPU
+    does not load; nothing here calls them."""
+    try:
+        import_module("torchvision")
+    except RuntimeError:
+        for name in ("nms", "qnms"):
+            OPERATORS.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+OPERATORS = torch.library.Library("torchvision", "FRAGMENT")
 SGLANG_TOKENS = 64
 
 
 def sglang_line(batch: int, page_size: int, steps: int, clock: Clock) -> dict[str, Any]:
     """Microseconds of the hooks in a decode step, the median: `us` with the tracker's calls, which
-    are launches on a GPU and plain torch without one, and `us_hooks` without these."""
+    here are plain torch on the CPU and on a GPU launches, and `us_hooks` without these."""
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler_components.batch_result_processor import (
         SchedulerBatchResultProcessor as Processor,

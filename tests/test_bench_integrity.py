@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from benchmarks import engine_hooks
 from benchmarks.bench_integrity import Case, host_line, make_batch, prove
 from halfbyte.errors import HalfbyteError
 
@@ -31,3 +34,33 @@ def test_the_host_is_timed_with_and_without_a_graph() -> None:
     assert {"us_off", "us_abort", "us_off_in_graph", "us_abort_in_graph", "share_of_step"} < set(
         line
     )
+
+
+def test_the_clock_counts_hooks_and_not_what_they_replace(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def spend(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(engine_hooks.time, "perf_counter", lambda: now)
+    clock = engine_hooks.Clock()
+    clock.seconds = 0.0
+    tracker = clock.inside(lambda: spend(8))
+    inner = clock.around(lambda original: (spend(16), original()))
+
+    def hook(original: Callable[[int], int], number: int) -> int:
+        spend(1)
+        tracker()
+        result = original(number)
+        spend(2)
+        return result
+
+    def engine(number: int) -> int:
+        spend(100)
+        inner(lambda: spend(200))
+        return number + 1
+
+    assert clock.around(hook)(engine, 3) == 4
+    assert clock.seconds == 1 + 2 + 8 + 16, "a hook within the engine's function counts, too"
+    assert clock.tracker == 8
