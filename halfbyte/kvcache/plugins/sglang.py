@@ -140,13 +140,10 @@ class Guard:
         counts: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         # What SGLang writes to a row that is another's by now must not become that one's.
-        known = rows[: len(batch.reqs)]
-        mine = self.tracker.generations(known) == self._of(batch).generations
-        beams = rows[len(batch.reqs) :]
-        rows = known * mine
-        if len(beams):
-            rows = torch.cat([rows, beams])
-        self.tracker.extend(rows, lengths, slots, counts)
+        generations = self._of(batch).generations
+        if len(beams := rows[len(batch.reqs) :]):
+            generations = torch.cat([generations, self.tracker.generations(beams)])
+        self.tracker.extend(rows, lengths, slots, counts, generations)
 
     def check(self, batch: Any) -> torch.Tensor:
         """The report on a batch that is about to run."""
