@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from importlib import metadata
 from typing import Any
@@ -56,7 +56,7 @@ class _Batch:
     """What is needed of a batch's requests, and costs a look at each."""
 
     reqs: Sequence[Any] = ()
-    generations: torch.Tensor | None = None
+    generations: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int32))
     """[b]: of the rows that are the requests' own."""
     checked: torch.Tensor | None = None
     """int64 [b]: 0 for rows of beam searches; None where there are none."""
