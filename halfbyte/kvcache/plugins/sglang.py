@@ -140,19 +140,19 @@ class Guard:
         counts: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         # What SGLang writes to a row that is another's by now must not become that one's.
-        generations = self._of(batch).generations
-        if len(beams := rows[len(batch.reqs) :]):
-            generations = torch.cat([generations, self.tracker.generations(beams)])
+        generations, count = self._of(batch).generations, len(batch.reqs)
+        if len(rows) > count:  # of beam searches
+            generations = torch.cat([generations, self.tracker.generations(rows[count:])])
         self.tracker.extend(rows, lengths, slots, counts, generations)
 
     def check(self, batch: Any) -> torch.Tensor:
         """The report on a batch that is about to run."""
-        known = self._of(batch)
-        rows, generations = batch.req_pool_indices[: len(batch.reqs)], known.generations
+        known, count = self._of(batch), len(batch.reqs)
+        generations = known.generations
+        rows, lengths = _first(batch.req_pool_indices, count), _first(batch.seq_lens, count)
+        slots = _first(batch.out_cache_loc, count) if batch.forward_mode.is_decode() else None
         if known.checked is not None:
             rows = rows * known.checked
-        lengths = batch.seq_lens[: len(batch.reqs)]
-        slots = batch.out_cache_loc[: len(batch.reqs)] if batch.forward_mode.is_decode() else None
         self.tracker.check(rows, lengths, self._table.req_to_token, slots, generations)
         report = self.tracker.report(rows, generations)
         for group in self._groups:
@@ -193,6 +193,10 @@ class Guard:
         self.prefix.clear()
         self.lost_tokens = 0
         self._allocator.free_pages = self.tracker.usable(self._allocator.free_pages)
+
+
+def _first(values: torch.Tensor, count: int) -> torch.Tensor:
+    return values if len(values) == count else values[:count]
 
 
 _guards: WeakKeyDictionary[Any, Guard] = WeakKeyDictionary()
