@@ -31,6 +31,7 @@ from halfbyte.formats.files import CHUNK
 from halfbyte.formats.folder import INDEX_FILE, REPORT_FILE, WORK_FOLDER
 from halfbyte.formats.loaders import check_loaders
 from halfbyte.formats.weights import layer_index, logical_weights, quantization_config
+from halfbyte.kvcache.scales import SCHEME, is_cache_scale, read_scales
 from halfbyte.progress import Progress, SilentProgress
 from halfbyte.quantize.plan import make_plan
 from halfbyte.quantize.readers import scalable_inputs
@@ -118,7 +119,7 @@ def verify(
     report = _read_report(folder, mismatches)
     if report is not None:
         mismatches += _hashes(checkpoint, report, progress)
-    mismatches += _values(checkpoint, weights, progress)
+    mismatches += [*_cache_scales(checkpoint), *_values(checkpoint, weights, progress)]
     original = None
     if source is not None:
         original = _original(open_checkpoint(source), report)
@@ -225,6 +226,14 @@ def _hashes(checkpoint: Checkpoint, report: RunReport, progress: Progress) -> It
             yield Mismatch("hash", shard, message)
 
 
+def _cache_scales(checkpoint: Checkpoint) -> Iterator[Mismatch]:
+    """Scales of the KV cache (`quantize kv -o`) are positive numbers."""
+    try:
+        read_scales(checkpoint)
+    except CheckpointError as error:
+        yield Mismatch("value", "KV cache", str(error))
+
+
 def _values(
     checkpoint: Checkpoint, weights: Mapping[str, StoredWeight], progress: Progress
 ) -> Iterator[Mismatch]:
@@ -300,7 +309,8 @@ def _against_source(
         dropped = {t.name for t in plan.tensors if t.action == "drop"}
         yield from _unplanned(plan, output, report)
     for name in weights.keys() - original.weights.keys():
-        yield Mismatch("plan", name, "has no source")
+        if not is_cache_scale(name):
+            yield Mismatch("plan", name, "has no source")
     linears = {linear.name: linear for linear in report.linears} if report is not None else {}
     only_rounded = report is not None and not report.settings.compensates
     progress.start("compare", source.nbytes, "bytes")
@@ -382,18 +392,24 @@ def _unchanged_files(source: Checkpoint, output: Checkpoint) -> Iterator[Mismatc
 
 
 def _unplanned(plan: Plan, output: Checkpoint, report: RunReport) -> Iterator[Mismatch]:
-    """Differences between the plan, made again, and the headers of the output."""
+    """Differences between the plan, made again, and the headers of the output, to which scales of
+    the KV cache may have been added."""
     if plan.checkpoint.fingerprint != report.source:
         yield Mismatch(
             "report", REPORT_FILE, f"is of another source than {plan.checkpoint.path.name}"
         )
     planned = {o.name: (o.dtype, o.shape) for t in plan.tensors for o in t.outputs}
     stored = {t.name: (t.dtype, t.shape) for t in output.tensors.values()}
+    config = dict(quantization_config(output.config))
+    if scales := set(filter(is_cache_scale, stored.keys() - planned.keys())):
+        stored = {name: found for name, found in stored.items() if name not in scales}
+        if config.get("kv_cache_scheme") == SCHEME:
+            config["kv_cache_scheme"] = (plan.quantization_config or {}).get("kv_cache_scheme")
     for name in sorted(planned.keys() | stored.keys()):
         expected, found = _shown(planned.get(name)), _shown(stored.get(name))
         if expected != found:
             yield Mismatch("plan", name, f"is {found}, planned {expected}")
-    if quantization_config(output.config) != (plan.quantization_config or {}):
+    if config != (plan.quantization_config or {}):
         message = "quantization_config is not the planned one"
         yield Mismatch("config", "config.json", message)
 
