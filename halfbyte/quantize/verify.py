@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ from halfbyte.formats.files import CHUNK
 from halfbyte.formats.folder import INDEX_FILE, REPORT_FILE, WORK_FOLDER
 from halfbyte.formats.loaders import check_loaders
 from halfbyte.formats.weights import layer_index, logical_weights, quantization_config
+from halfbyte.kvcache.fold import exponent_of, folds_between
 from halfbyte.kvcache.scales import SCHEME, is_cache_scale, read_scales
 from halfbyte.progress import Progress, SilentProgress
 from halfbyte.quantize.plan import make_plan
@@ -120,11 +122,15 @@ def verify(
     if report is not None:
         mismatches += _hashes(checkpoint, report, progress)
     mismatches += [*_cache_scales(checkpoint), *_values(checkpoint, weights, progress)]
+    notes = [] if report is not None else [_WITHOUT_REPORT]
     original = None
     if source is not None:
-        original = _original(open_checkpoint(source), report)
+        original = _original(open_checkpoint(source), checkpoint, report)
+        if original.folds:
+            notes.append(
+                f"{len(original.folds)} latents are folded, which leaves the model the same"
+            )
         mismatches += _against_source(original, checkpoint, weights, report, progress)
-    notes = [] if report is not None else [_WITHOUT_REPORT]
     products = None
     if kernels is not None:
         products, faults, left_out = _kernels(
@@ -254,18 +260,24 @@ class _Original:
 
     checkpoint: Checkpoint
     weights: Mapping[str, StoredWeight]
-    plan: Plan | None
+    plan: Plan | None = None
     """Made again from the report; None without one, or when that failed."""
     smoothings: Mapping[int | None, Smoothing] = field(default_factory=dict)
     """By layer."""
+    folds: Mapping[int, int] = field(default_factory=dict)
+    """Octaves by which `quantize kv --fold` has moved latents, by layer. They need no trust: a
+    power of two that leaves a norm and enters its one reader leaves the model as it was."""
     faults: tuple[Mismatch, ...] = ()
 
     def scaling(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """What scaling of inputs did to a decoded weight; None when it left it alone."""
+        """What scaling of inputs, or a fold, did to a decoded weight; None for what was left
+        alone."""
         smoothing = self.smoothings.get(layer_index(name))
-        if smoothing is None or not smoothing.touches(name):
-            return None
-        return partial(smoothing.apply, name)
+        if smoothing is not None and smoothing.touches(name):
+            return partial(smoothing.apply, name)
+        if exponent := exponent_of(name, self.folds):
+            return partial(operator.mul, 2.0**exponent)
+        return None
 
     def read(self, reader: ShardReader, name: str) -> torch.Tensor | None:
         """A weight as it was rounded, float32; None for one that is not there."""
@@ -275,20 +287,23 @@ class _Original:
         return weight if scaling is None else scaling(weight)
 
 
-def _original(source: Checkpoint, report: RunReport | None) -> _Original:
-    weights = logical_weights(source)
+def _original(source: Checkpoint, output: Checkpoint, report: RunReport | None) -> _Original:
+    from halfbyte.formats.shards import ShardReader
+
+    with ShardReader(source) as before, ShardReader(output) as after:
+        original = _Original(source, logical_weights(source), folds=folds_between(before, after))
     if report is None:
-        return _Original(source, weights, None)
+        return original
     try:
         plan = make_plan(source, recipe_from_dict(report.recipe), report.settings)
     except HalfbyteError as error:
         fault = Mismatch("plan", source.path.name, f"the plan cannot be made again: {error}")
-        return _Original(source, weights, None, faults=(fault,))
+        return replace(original, faults=(fault,))
     try:
-        return _Original(source, weights, plan, _smoothings(plan, report))
+        return replace(original, plan=plan, smoothings=_smoothings(plan, report))
     except ValueError as error:
         fault = Mismatch("report", REPORT_FILE, f"has scales that cannot be: {error}")
-        return _Original(source, weights, plan, faults=(fault,))
+        return replace(original, plan=plan, faults=(fault,))
 
 
 def _against_source(
