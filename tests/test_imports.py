@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "formats": FORMATS,
     "kvcache": METHODS,
     "calibration": CALIBRATION,
-    "quantize": METHODS | {"calibration"},
+    "quantize": CALIBRATION | {"calibration"},
     "evals": EVALS,
     "report": EVALS | {"evals"},
     "testing": METHODS | {"kvcache"},

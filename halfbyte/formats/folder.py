@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -34,14 +35,8 @@ def prepare_folder(folder: Path, plan: Plan, *, resume: bool, overwrite: bool) -
     Raises OutputError when it lies in the source, holds something already, cannot be written, or
     the disk is too small.
     """
-    source = plan.checkpoint.path.resolve()
-    target = folder.resolve()
-    if target == source or source in target.parents or target in source.parents:
-        raise OutputError(
-            f"the output {folder} and the source checkpoint {source} lie in each other",
-            hint="choose another folder with -o DIR",
-        )
-    present = _entries(folder)
+    require_apart(folder, plan.checkpoint.path)
+    present = entries(folder)
     if present and not resume and not overwrite:
         unfinished = WORK_FOLDER in present
         raise OutputError(
@@ -62,7 +57,7 @@ def prepare_folder(folder: Path, plan: Plan, *, resume: bool, overwrite: bool) -
             f"{folder} holds no interrupted run, but {present[0]} of an earlier one",
             hint="start again with --overwrite",
         )
-    _require_room(folder, plan)
+    require_room(folder, plan.disk)
     try:
         if overwrite and not resume:
             _clear(folder, present)
@@ -71,6 +66,16 @@ def prepare_folder(folder: Path, plan: Plan, *, resume: bool, overwrite: bool) -
         raise OutputError(
             f"cannot write to {folder}: {error.strerror}", hint="choose another folder with -o DIR"
         ) from error
+
+
+def require_apart(folder: Path, source: Path) -> None:
+    """Raises OutputError when an output and its source lie in each other."""
+    source, target = source.resolve(), folder.resolve()
+    if target == source or source in target.parents or target in source.parents:
+        raise OutputError(
+            f"the output {folder} and the source checkpoint {source} lie in each other",
+            hint="choose another folder with -o DIR",
+        )
 
 
 def _is_ours(folder: Path, name: str, plan: Plan) -> bool:
@@ -91,20 +96,45 @@ def is_our_card(path: Path) -> bool:
     return CARD_MARK.encode() in path.read_bytes().splitlines()
 
 
-def _require_room(folder: Path, plan: Plan) -> None:
-    """What the folder holds already counts as room: it is part of the result, or makes way."""
+def require_room(folder: Path, nbytes: int) -> None:
+    """Raises OutputError when the disk has less room than that for a folder.
+
+    What the folder holds already counts as room: it is part of the result, or makes way.
+    """
     written = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
     existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    if free + written < plan.disk:
+    if free + written < nbytes:
         raise OutputError(
-            f"the disk of {folder} is too small: {plan.disk - written:,} bytes needed, "
-            f"{free:,} free",
+            f"the disk of {folder} is too small: {nbytes - written:,} bytes needed, {free:,} free",
             hint="free some space or choose another folder with -o DIR",
         )
 
 
-def _entries(folder: Path) -> list[str]:
+def lock_folder(folder: Path, output: Path, *, joins: bool = False) -> int:
+    """Keep other runs out of a folder while the descriptor is open; the kernel frees it when we
+    die. The processes of a run, those after the first with `joins`, hold the lock together, so it
+    stays until the last of them has ended.
+
+    Raises OutputError, which names `output`, while another run holds it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        if not joins:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        raise OutputError(
+            f"another process is writing to {output}",
+            hint="wait for it, or choose another folder with -o DIR",
+        ) from error
+    return descriptor
+
+
+def entries(folder: Path) -> list[str]:
+    """Sorted names in an output folder; none if it is not there. Raises OutputError for a file, and
+    for a folder that cannot be read."""
     if folder.exists() and not folder.is_dir():
         raise OutputError(
             f"the output {folder} is a file", hint="choose another folder with -o DIR"

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 HASHERS = 3
 """Threads that hash: what is written, and two files that are made durable."""
+RESUMED = "finished layers are kept: make room, then repeat the command with --resume"
 COMMITS = 1
 """Tasks at most that make files durable while more is written."""
 
@@ -226,14 +227,14 @@ class WriteBehind:
 
 
 @contextmanager
-def explained(folder: Path) -> Iterator[None]:
+def explained(folder: Path, hint: str = RESUMED) -> Iterator[None]:
     """Turn a failing write into an OutputError that says how to go on."""
     try:
         yield
     except OSError as error:
         raise OutputError(
             f"writing to {folder} failed: {error.strerror or error}",
-            hint="finished layers are kept: make room, then repeat the command with --resume",
+            hint=hint,
         ) from error
 
 

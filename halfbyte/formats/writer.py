@@ -14,7 +14,6 @@ Several processes may write a checkpoint together, each its own shards; the jour
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfbyte.core import OutputTensor, Plan, ShardLayout, Unit
-from halfbyte.errors import OutputError, ResumeError
+from halfbyte.errors import ResumeError
 from halfbyte.formats.budgets import PIECE
 from halfbyte.formats.files import copy_atomic, sync_folder, write_atomic
 from halfbyte.formats.folder import (
@@ -34,6 +33,7 @@ from halfbyte.formats.folder import (
     JOURNAL_FILE,
     REPORT_FILE,
     WORK_FOLDER,
+    lock_folder,
 )
 from halfbyte.formats.journal import Commit, Journal, identity_difference
 from halfbyte.formats.layout import file_layout
@@ -99,7 +99,7 @@ class CheckpointWriter:
         own = plan.units if units is None else units
         self._own = {self._place[o.name][0].file for u in own for t in u.tensors for o in t.outputs}
         """The shards that this process writes."""
-        self._lock = _lock(folder / WORK_FOLDER, joins=joins)
+        self._lock = lock_folder(folder / WORK_FOLDER, folder, joins=joins)
         try:
             self._journal = self._take_up(identity)
         except BaseException:
@@ -340,25 +340,6 @@ class CheckpointWriter:
                 raise _damaged(path, str(error)) from error
             if found != digest:
                 raise _damaged(path, f"SHA-256 of its first {end} bytes is {found}, not {digest}")
-
-
-def _lock(folder: Path, *, joins: bool) -> int:
-    """Keep other runs out while the descriptor is open; the kernel frees it when we die.
-
-    The processes of a run hold the lock together, so it stays until the last of them has ended.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        if not joins:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        raise OutputError(
-            f"another process is writing to {folder.parent}",
-            hint="wait for it, or choose another folder with -o DIR",
-        ) from error
-    return descriptor
 
 
 def _damaged(path: Path, reason: str) -> ResumeError:

@@ -17,7 +17,8 @@ from halfbyte.errors import CheckpointError
 from halfbyte.formats.shards import ShardReader
 from halfbyte.formats.weights import layer_index, logical_weights
 
-_SIGNS: Mapping[str, int] = {"kv_a_layernorm.weight": -1, "kv_b_proj.weight": 1}
+_NORM = "kv_a_layernorm.weight"
+_SIGNS: Mapping[str, int] = {_NORM: -1, "kv_b_proj.weight": 1}
 
 
 def folded(checkpoint: Checkpoint, exponents: Mapping[int, int]) -> dict[str, torch.Tensor]:
@@ -29,11 +30,36 @@ def folded(checkpoint: Checkpoint, exponents: Mapping[int, int]) -> dict[str, to
     made = {}
     with ShardReader(checkpoint) as reader:
         for name, weight in logical_weights(checkpoint).items():
-            layer, sign = layer_index(name), _SIGNS.get(name.partition(".self_attn.")[2], 0)
-            if layer is not None and (exponent := sign * exponents.get(layer, 0)):
+            if exponent := exponent_of(name, exponents):
                 part = weight.parts["scale" if "scale" in weight.parts else "weight"]
                 made[part.name] = _times_power(part, reader.read(part), exponent)
     return made
+
+
+def exponent_of(name: str, exponents: Mapping[int, int]) -> int:
+    """The power of two by which folds of latents, k by layer, multiply a tensor; 0 for others."""
+    layer, sign = layer_index(name), _SIGNS.get(name.partition(".self_attn.")[2], 0)
+    return 0 if layer is None else sign * exponents.get(layer, 0)
+
+
+def folds_between(before: ShardReader, after: ShardReader) -> dict[int, int]:
+    """The folds k by layer that make the largest weight of each latent's norm what it is in
+    another checkpoint. Layers without one are left out: there the norms are equal, differ
+    otherwise, or are not in both."""
+    found = {}
+    for name, info in after.checkpoint.tensors.items():
+        layer, source = layer_index(name), before.checkpoint.tensors.get(name)
+        if layer is None or source is None or not name.endswith(_NORM):
+            continue
+        old, new = (
+            reader.read(part).double().abs().amax().item()
+            for reader, part in ((before, source), (after, info))
+        )
+        if old > 0 and new > 0:
+            mantissa, exponent = math.frexp(old / new)
+            if mantissa == 0.5 and exponent != 1:
+                found[layer] = exponent - 1
+    return found
 
 
 def _times_power(info: TensorInfo, values: torch.Tensor, exponent: int) -> torch.Tensor:

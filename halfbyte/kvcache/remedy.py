@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import torch
 
 from halfbyte.core import Checkpoint
 from halfbyte.errors import CheckpointError
-from halfbyte.formats.edition import require_free, write_edition
+from halfbyte.formats.edition import require_edition, write_edition
 from halfbyte.formats.weights import layer_index
 from halfbyte.kvcache.fold import folded
 from halfbyte.kvcache.layout import ByHead, read_attention
@@ -24,9 +25,15 @@ def remedied(checkpoint: Checkpoint, ranges: KvRanges, folder: Path, progress: P
     keys and values, or latents folded into range. The number of tensors that are new or changed;
     with 0, which is when no latent needs it, nothing is written.
 
-    Raises CheckpointError for latents that cannot be folded exactly, and what `require_remediable`
-    and `write_edition` raise.
+    Raises CheckpointError for values that are NaN or infinite, for latents that cannot be folded
+    exactly, and what `require_remediable` and `write_edition` raise.
     """
+    if ranges.nonfinite:
+        raise CheckpointError(
+            f"{ranges.nonfinite:,} cached values are NaN or infinite, which no scale makes finite:"
+            " nothing is written",
+            hint=shlex.join(["quantize", "verify", str(checkpoint.path)]),
+        )
     require_remediable(checkpoint, folder)
     if not ranges.by_head:
         changed = folded(checkpoint, {layer.layer: layer.fold for layer in ranges.layers})
@@ -54,7 +61,7 @@ def remedied(checkpoint: Checkpoint, ranges: KvRanges, folder: Path, progress: P
 
 def require_remediable(checkpoint: Checkpoint, folder: Path) -> None:
     """Raises CheckpointError for a checkpoint that has scales already, or to which servers read
-    none, OutputError for a folder that is taken."""
+    none, and what `require_edition` raises."""
     if present := next(filter(is_cache_scale, checkpoint.tensors), None):
         raise CheckpointError(
             f"{checkpoint.path} has scales of a KV cache already: {present}",
@@ -62,7 +69,7 @@ def require_remediable(checkpoint: Checkpoint, folder: Path) -> None:
         )
     if isinstance(read_attention(checkpoint.config).rows, ByHead):
         with_scheme(checkpoint.config)
-    require_free(folder)
+    require_edition(checkpoint, folder)
 
 
 def _layer_prefix(name: str) -> tuple[str, int | None]:

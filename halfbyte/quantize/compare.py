@@ -85,6 +85,9 @@ def difference(
             if scaled is not None:
                 expected = scaled(expected)
             return _tensor_difference(expected.to(_plain_dtype(source)), found)
+        if scaled is not None and output.encoding == source.encoding == "fp8":
+            expected, found = source_reader.read_weight(source), output_reader.read_weight(output)
+            return _tensor_difference(scaled(expected), found)
         if output.encoding == "int4":
             weight = source_reader.read_weight(source, torch.float32)
             if scaled is not None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +32,8 @@ from halfbyte.formats.files import CHUNK
 from halfbyte.formats.folder import INDEX_FILE, REPORT_FILE, WORK_FOLDER
 from halfbyte.formats.loaders import check_loaders
 from halfbyte.formats.weights import layer_index, logical_weights, quantization_config
+from halfbyte.kvcache.fold import exponent_of, folds_between
+from halfbyte.kvcache.scales import SCHEME, is_cache_scale, read_scales
 from halfbyte.progress import Progress, SilentProgress
 from halfbyte.quantize.plan import make_plan
 from halfbyte.quantize.readers import scalable_inputs
@@ -118,12 +121,16 @@ def verify(
     report = _read_report(folder, mismatches)
     if report is not None:
         mismatches += _hashes(checkpoint, report, progress)
-    mismatches += _values(checkpoint, weights, progress)
+    mismatches += [*_cache_scales(checkpoint), *_values(checkpoint, weights, progress)]
+    notes = [] if report is not None else [_WITHOUT_REPORT]
     original = None
     if source is not None:
-        original = _original(open_checkpoint(source), report)
+        original = _original(open_checkpoint(source), checkpoint, report)
+        if original.folds:
+            notes.append(
+                f"{len(original.folds)} latents are folded, which leaves the model the same"
+            )
         mismatches += _against_source(original, checkpoint, weights, report, progress)
-    notes = [] if report is not None else [_WITHOUT_REPORT]
     products = None
     if kernels is not None:
         products, faults, left_out = _kernels(
@@ -225,6 +232,14 @@ def _hashes(checkpoint: Checkpoint, report: RunReport, progress: Progress) -> It
             yield Mismatch("hash", shard, message)
 
 
+def _cache_scales(checkpoint: Checkpoint) -> Iterator[Mismatch]:
+    """Scales of the KV cache (`quantize kv -o`) are positive numbers."""
+    try:
+        read_scales(checkpoint)
+    except CheckpointError as error:
+        yield Mismatch("value", "KV cache", str(error))
+
+
 def _values(
     checkpoint: Checkpoint, weights: Mapping[str, StoredWeight], progress: Progress
 ) -> Iterator[Mismatch]:
@@ -245,18 +260,24 @@ class _Original:
 
     checkpoint: Checkpoint
     weights: Mapping[str, StoredWeight]
-    plan: Plan | None
+    plan: Plan | None = None
     """Made again from the report; None without one, or when that failed."""
     smoothings: Mapping[int | None, Smoothing] = field(default_factory=dict)
     """By layer."""
+    folds: Mapping[int, int] = field(default_factory=dict)
+    """Octaves by which `quantize kv --fold` has moved latents, by layer. They need no trust: a
+    power of two that leaves a norm and enters its one reader leaves the model as it was."""
     faults: tuple[Mismatch, ...] = ()
 
     def scaling(self, name: str) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """What scaling of inputs did to a decoded weight; None when it left it alone."""
+        """What scaling of inputs, or a fold, did to a decoded weight; None for what was left
+        alone."""
         smoothing = self.smoothings.get(layer_index(name))
-        if smoothing is None or not smoothing.touches(name):
-            return None
-        return partial(smoothing.apply, name)
+        if smoothing is not None and smoothing.touches(name):
+            return partial(smoothing.apply, name)
+        if exponent := exponent_of(name, self.folds):
+            return partial(operator.mul, 2.0**exponent)
+        return None
 
     def read(self, reader: ShardReader, name: str) -> torch.Tensor | None:
         """A weight as it was rounded, float32; None for one that is not there."""
@@ -266,20 +287,23 @@ class _Original:
         return weight if scaling is None else scaling(weight)
 
 
-def _original(source: Checkpoint, report: RunReport | None) -> _Original:
-    weights = logical_weights(source)
+def _original(source: Checkpoint, output: Checkpoint, report: RunReport | None) -> _Original:
+    from halfbyte.formats.shards import ShardReader
+
+    with ShardReader(source) as before, ShardReader(output) as after:
+        original = _Original(source, logical_weights(source), folds=folds_between(before, after))
     if report is None:
-        return _Original(source, weights, None)
+        return original
     try:
         plan = make_plan(source, recipe_from_dict(report.recipe), report.settings)
     except HalfbyteError as error:
         fault = Mismatch("plan", source.path.name, f"the plan cannot be made again: {error}")
-        return _Original(source, weights, None, faults=(fault,))
+        return replace(original, faults=(fault,))
     try:
-        return _Original(source, weights, plan, _smoothings(plan, report))
+        return replace(original, plan=plan, smoothings=_smoothings(plan, report))
     except ValueError as error:
         fault = Mismatch("report", REPORT_FILE, f"has scales that cannot be: {error}")
-        return _Original(source, weights, plan, faults=(fault,))
+        return replace(original, plan=plan, faults=(fault,))
 
 
 def _against_source(
@@ -300,7 +324,8 @@ def _against_source(
         dropped = {t.name for t in plan.tensors if t.action == "drop"}
         yield from _unplanned(plan, output, report)
     for name in weights.keys() - original.weights.keys():
-        yield Mismatch("plan", name, "has no source")
+        if not is_cache_scale(name):
+            yield Mismatch("plan", name, "has no source")
     linears = {linear.name: linear for linear in report.linears} if report is not None else {}
     only_rounded = report is not None and not report.settings.compensates
     progress.start("compare", source.nbytes, "bytes")
@@ -382,18 +407,24 @@ def _unchanged_files(source: Checkpoint, output: Checkpoint) -> Iterator[Mismatc
 
 
 def _unplanned(plan: Plan, output: Checkpoint, report: RunReport) -> Iterator[Mismatch]:
-    """Differences between the plan, made again, and the headers of the output."""
+    """Differences between the plan, made again, and the headers of the output, to which scales of
+    the KV cache may have been added."""
     if plan.checkpoint.fingerprint != report.source:
         yield Mismatch(
             "report", REPORT_FILE, f"is of another source than {plan.checkpoint.path.name}"
         )
     planned = {o.name: (o.dtype, o.shape) for t in plan.tensors for o in t.outputs}
     stored = {t.name: (t.dtype, t.shape) for t in output.tensors.values()}
+    config = dict(quantization_config(output.config))
+    if scales := set(filter(is_cache_scale, stored.keys() - planned.keys())):
+        stored = {name: found for name, found in stored.items() if name not in scales}
+        if config.get("kv_cache_scheme") == SCHEME:
+            config["kv_cache_scheme"] = (plan.quantization_config or {}).get("kv_cache_scheme")
     for name in sorted(planned.keys() | stored.keys()):
         expected, found = _shown(planned.get(name)), _shown(stored.get(name))
         if expected != found:
             yield Mismatch("plan", name, f"is {found}, planned {expected}")
-    if quantization_config(output.config) != (plan.quantization_config or {}):
+    if config != (plan.quantization_config or {}):
         message = "quantization_config is not the planned one"
         yield Mismatch("config", "config.json", message)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,7 +77,8 @@ def test_a_safe_model_is_not_folded(kv: Kv, tiny: Path, tmp_path: Path) -> None:
         ("glm_moe_dsa", ["-o", "out"], 2, "latent rows take no scales", "add --fold"),
         ("glm4_moe", ["--fold", "-o", "out"], 2, "caches keys and values", "leave it out"),
         ("glm4_moe", ["-o", "out"], 1, "quant_method 'fp8'", "quantize SOURCE --to int4"),
-        ("glm_moe_dsa", ["--fold", "-o", "."], 1, ". is there already", "-o DIR"),
+        ("glm_moe_dsa", ["--fold", "-o", "."], 1, "lie in each other", "-o DIR"),
+        ("glm_moe_dsa", ["--fold", "-o", "taken"], 1, "is there already: it holds notes", "-o DIR"),
     ],
 )
 def test_what_cannot_be_written_is_refused_before_anything_is_read(
@@ -86,7 +86,8 @@ def test_what_cannot_be_written_is_refused_before_anything_is_read(
     source: str, words: list[str], code: int, says: str, hint: str,
 ) -> None:  # fmt: skip
     folder = write_tiny(tmp_path / source, model_type=source)  # type: ignore[arg-type]
-    shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "notes").write_text("mine")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("halfbyte.calibration.kv.measure_ranges", None)
     found, out, err = kv(folder, *words)

@@ -73,7 +73,7 @@ def test_scales_are_written_beside_what_was_there(tmp_path: Path, text: Path) ->
     assert config["quantization_config"].pop("kv_cache_scheme") == SCHEME
     was["quantization_config"].pop("kv_cache_scheme", None)
     assert config == was
-    assert not (tmp_path / "scaled.partial").exists()
+    assert not (tmp_path / "scaled.halfbyte").exists()
     # Not twice, and not over anything.
     words[1] = str(scaled)
     assert cli.main(words) == 1
